@@ -1,0 +1,27 @@
+# The GPU kernels (src/kernels/<op>/*.cu): raw pointers and a stream, no other room. Built where nvcc is found; the program runs
+# without them on the CPU. sm_90a only: wgmma and bulk copies have no fallback on other architectures.
+set(PLUMB_HAS_CUDA OFF)
+if(NOT PLUMB_CUDA STREQUAL "OFF")
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    set(PLUMB_HAS_CUDA ON)
+  elseif(PLUMB_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "PLUMB_CUDA=ON, but no nvcc was found: install the CUDA toolkit or set CUDACXX")
+  endif()
+endif()
+message(STATUS "GPU kernels: ${PLUMB_HAS_CUDA}")
+
+if(PLUMB_HAS_CUDA)
+  set(CMAKE_CUDA_ARCHITECTURES 90a-real)
+  set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+  enable_language(CUDA)
+  set(CMAKE_CUDA_STANDARD 20)
+  set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")  # CMake 3.25 does not know it for CUDA 13
+  set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
+  file(GLOB kernel_sources CONFIGURE_DEPENDS ${CMAKE_SOURCE_DIR}/src/kernels/*.cu ${CMAKE_SOURCE_DIR}/src/kernels/*/*.cu)
+  add_library(plumb_kernels STATIC ${kernel_sources})
+  target_include_directories(plumb_kernels PUBLIC ${CMAKE_SOURCE_DIR}/src ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
+  target_compile_definitions(plumb_kernels PUBLIC PLUMB_HAS_CUDA=1)
+  target_compile_options(plumb_kernels PRIVATE -O3 --expt-relaxed-constexpr -lineinfo -Xcompiler=-Wall,-Wextra)
+endif()

@@ -1,0 +1,136 @@
+#include "base/tensor.h"
+
+#include <cstdlib>
+#include <cstring>
+
+#include "base/error.h"
+
+namespace plumb {
+
+size_t dtype_size(DType t) {
+  switch (t) {
+    case DType::f64:
+    case DType::i64:
+      return 8;
+    case DType::f32:
+    case DType::i32:
+      return 4;
+    case DType::bf16:
+    case DType::f16:
+      return 2;
+    case DType::f8_e4m3:
+    case DType::f8_e8m0:
+    case DType::u8:
+    case DType::i8:
+      return 1;
+  }
+  return 0;
+}
+
+const char* dtype_name(DType t) {
+  switch (t) {
+    case DType::f32:
+      return "f32";
+    case DType::f64:
+      return "f64";
+    case DType::bf16:
+      return "bf16";
+    case DType::f16:
+      return "f16";
+    case DType::f8_e4m3:
+      return "f8_e4m3";
+    case DType::f8_e8m0:
+      return "f8_e8m0";
+    case DType::u8:
+      return "u8";
+    case DType::i8:
+      return "i8";
+    case DType::i32:
+      return "i32";
+    case DType::i64:
+      return "i64";
+  }
+  return "?";
+}
+
+int64_t numel_of(const Shape& shape) {
+  int64_t n = 1;
+  for (int64_t s : shape) n *= s;
+  return n;
+}
+
+std::string to_string(const Shape& shape) {
+  std::string s = "[";
+  for (size_t i = 0; i < shape.size(); ++i) s += (i ? "," : "") + std::to_string(shape[i]);
+  return s + "]";
+}
+
+Tensor Tensor::empty(Shape shape, DType type) {
+  const size_t bytes = static_cast<size_t>(numel_of(shape)) * dtype_size(type);
+  const size_t padded = std::max<size_t>(64, (bytes + 63) / 64 * 64);
+  void* memory = std::aligned_alloc(64, padded);
+  if (!memory) fail("memory", "cannot allocate " + std::to_string(padded) + " bytes", "use a smaller model or batch");
+  return over(static_cast<std::byte*>(memory), std::move(shape), type, std::shared_ptr<void>(memory, std::free));
+}
+
+Tensor Tensor::zeros(Shape shape, DType type) {
+  Tensor t = empty(std::move(shape), type);
+  t.zero();
+  return t;
+}
+
+Tensor Tensor::full(Shape shape, float value) {
+  Tensor t = empty(std::move(shape));
+  t.fill(value);
+  return t;
+}
+
+Tensor Tensor::over(std::byte* data, Shape shape, DType type, std::shared_ptr<void> owner) {
+  Tensor t;
+  t.owner_ = std::move(owner);
+  t.data_ = data;
+  t.numel_ = numel_of(shape);
+  t.shape_ = std::move(shape);
+  t.dtype_ = type;
+  t.shape_known_ = true;
+  return t;
+}
+
+Tensor Tensor::view(Shape shape) const {
+  if (numel_of(shape) != numel_)
+    fail("tensor", "view of " + to_string(shape_) + " as " + to_string(shape) + " changes the number of elements");
+  Tensor t = *this;
+  t.shape_ = std::move(shape);
+  return t;
+}
+
+Tensor Tensor::rows(int64_t begin, int64_t end) const {
+  PLUMB_CHECK(dim() >= 1 && 0 <= begin && begin <= end && end <= size(0),
+              std::to_string(begin) + ".." + std::to_string(end) + " of " + to_string(shape_));
+  Tensor t = *this;
+  t.shape_[0] = end - begin;
+  t.numel_ = numel_of(t.shape_);
+  t.data_ = data_ + static_cast<size_t>(begin * row_size()) * dtype_size(dtype_);
+  return t;
+}
+
+Tensor Tensor::clone() const {
+  Tensor t = empty(shape_, dtype_);
+  if (bytes()) std::memcpy(t.data_, data_, bytes());
+  return t;
+}
+
+void Tensor::fill(float value) { std::fill_n(f32(), numel_, value); }
+
+void Tensor::zero() {
+  if (bytes()) std::memset(data_, 0, bytes());
+}
+
+void Tensor::check_type(DType wanted) const {
+  const bool byte = wanted == DType::u8 && dtype_size(dtype_) == 1;
+  const bool half = wanted == DType::bf16 && dtype_size(dtype_) == 2;
+  PLUMB_CHECK(dtype_ == wanted || byte || half,
+              std::string(dtype_name(wanted)) + " wanted, tensor is " + dtype_name(dtype_));
+}
+
+}  // namespace plumb

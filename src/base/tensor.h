@@ -1,0 +1,114 @@
+// Tensor: a shape, an element type and shared memory. Always contiguous and row-major: no strides, no graph, no
+// dispatch. Ops are free functions over tensors (src/ops); whoever needs another layout copies.
+#pragma once
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+namespace plumb {
+
+// u8 also holds packed FP4 (two e2m1 codes a byte, low nibble = even element).
+enum class DType : uint8_t { f32, f64, bf16, f16, f8_e4m3, f8_e8m0, u8, i8, i32, i64 };
+size_t dtype_size(DType t);
+const char* dtype_name(DType t);  // "f32", "bf16", "f8_e4m3", ...
+
+template <class T>
+struct dtype_of;
+template <>
+struct dtype_of<float> {
+  static constexpr DType value = DType::f32;
+};
+template <>
+struct dtype_of<double> {
+  static constexpr DType value = DType::f64;
+};
+template <>
+struct dtype_of<uint16_t> {
+  static constexpr DType value = DType::bf16;
+};
+template <>
+struct dtype_of<uint8_t> {
+  static constexpr DType value = DType::u8;
+};
+template <>
+struct dtype_of<int8_t> {
+  static constexpr DType value = DType::i8;
+};
+template <>
+struct dtype_of<int32_t> {
+  static constexpr DType value = DType::i32;
+};
+template <>
+struct dtype_of<int64_t> {
+  static constexpr DType value = DType::i64;
+};
+
+using Shape = std::vector<int64_t>;
+int64_t numel_of(const Shape& shape);
+std::string to_string(const Shape& shape);  // "[32768,1024]"
+
+class Tensor {
+ public:
+  Tensor() = default;                                         // undefined: defined() is false
+  static Tensor empty(Shape shape, DType type = DType::f32);  // 64-byte aligned, not initialised
+  static Tensor zeros(Shape shape, DType type = DType::f32);
+  static Tensor full(Shape shape, float value);                                               // f32
+  static Tensor over(std::byte* data, Shape shape, DType type, std::shared_ptr<void> owner);  // no copy
+  template <class T>
+  static Tensor of(const std::vector<T>& values, Shape shape = {});  // copies; shape {} = [n]
+
+  bool defined() const { return data_ != nullptr || shape_known_; }
+  DType dtype() const { return dtype_; }
+  const Shape& shape() const { return shape_; }
+  int dim() const { return static_cast<int>(shape_.size()); }
+  int64_t size(int i) const { return shape_[i < 0 ? i + shape_.size() : i]; }  // -1 = last
+  int64_t numel() const { return numel_; }
+  size_t bytes() const { return static_cast<size_t>(numel_) * dtype_size(dtype_); }
+  int64_t row_size() const {
+    return dim() == 0 || size(0) == 0 ? 0 : numel_ / size(0);
+  }  // elements of one index of dim 0
+
+  std::byte* raw() const { return data_; }
+  // Typed access. f8 and u8 tensors are read as uint8_t, bf16 and f16 as uint16_t; anything else must match exactly.
+  template <class T>
+  T* ptr() const {
+    check_type<T>();
+    return reinterpret_cast<T*>(data_);
+  }
+  float* f32() const { return ptr<float>(); }
+
+  Tensor view(Shape shape) const;                 // same elements, other shape
+  Tensor rows(int64_t begin, int64_t end) const;  // slice of dimension 0, shares memory
+  Tensor clone() const;
+  void fill(float value);  // f32
+  void zero();
+
+ private:
+  template <class T>
+  void check_type() const {
+    check_type(dtype_of<T>::value);
+  }
+  void check_type(DType wanted) const;
+  std::shared_ptr<void> owner_;
+  std::byte* data_ = nullptr;
+  Shape shape_;
+  int64_t numel_ = 0;
+  DType dtype_ = DType::f32;
+  bool shape_known_ = false;  // tensors with zero elements are defined too
+};
+
+template <class T>
+Tensor Tensor::of(const std::vector<T>& values, Shape shape) {
+  if (shape.empty()) shape = {static_cast<int64_t>(values.size())};
+  Tensor t = empty(std::move(shape), dtype_of<T>::value);
+  if (static_cast<size_t>(t.numel_) != values.size()) t.view({static_cast<int64_t>(values.size())});  // throws
+  std::copy(values.begin(), values.end(), t.ptr<T>());
+  return t;
+}
+
+}  // namespace plumb
