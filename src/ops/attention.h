@@ -1,0 +1,30 @@
+// Sparse attention over key lists with a sink, spec 3.5: one shared key = value row a key, all heads attend to the same
+// list.
+#pragma once
+#include "base/tensor.h"
+#include "ops/numerics.h"
+#include "plan/sequence_plan.h"
+
+namespace plumb::ops {
+
+// window [rows] as in the plan; entries [rows] (may be empty lists): numbers of compressed entries; key_rows: where
+// entries start in the key buffer. -> one list a row: window keys, then entries (+ key_rows).
+KeyLists merge_keys(const KeyLists& window, const KeyLists& entries, int key_rows);
+
+struct AttentionResult {
+  Tensor o;    // [rows, H, c] rounded at out_attn, not yet rotated back
+  Tensor lse;  // [rows, H] log of the whole denominator, sink included
+};
+// q [rows,H,c], keys [key buffer rows, c], sink f32 [H]; scale = c^-1/2. Each list is walked in blocks of 64 with a
+// running maximum over keys; P is rounded at attn_p relative to it; the sink joins at the end. Empty list: o = 0, lse =
+// sink.
+AttentionResult sparse_attention(const Tensor& q, const Tensor& keys, const KeyLists& lists, const Tensor& sink,
+                                 Numerics numerics);
+
+// d_keys [key buffer rows, c] += ; d_sink [H] += if defined. -> dq. Every sum in a fixed order: same bits with any
+// number of threads.
+Tensor sparse_attention_backward(const Tensor& d_o, const Tensor& q, const Tensor& keys, const KeyLists& lists,
+                                 const Tensor& sink, const AttentionResult& forward, const Tensor& d_keys,
+                                 const Tensor& d_sink);
+
+}  // namespace plumb::ops

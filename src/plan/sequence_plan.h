@@ -1,0 +1,87 @@
+// SequencePlan: a batch of token rows, described once on the CPU and then used by all layers. Packed documents, prefix
+// trees, chunked prefill and one-token decoding are all just plans; ops see row numbers and never sequences.
+//
+// Every layer has one key buffer of `key_rows + entries` rows: first the window keys (one a token), then the compressed
+// entries. When training, window key i is row i of the batch. When decoding, the buffer belongs to the cache and
+// `key_slot` says where the batch's own keys are stored.
+#pragma once
+#include <cstdint>
+#include <vector>
+
+namespace plumb {
+
+// CSR: list i is row[begin[i] .. begin[i+1]), in order of position, oldest first.
+struct KeyLists {
+  std::vector<int> begin{0};
+  std::vector<int> row;
+  int size() const { return static_cast<int>(begin.size()) - 1; }
+};
+
+// CSR of half-open ranges of compressed entries: row i sees the entries of range[begin[i] .. begin[i+1]), in order of
+// position.
+struct EntryRange {
+  int first, last;
+};
+struct EntryRanges {
+  std::vector<int> begin{0};
+  std::vector<EntryRange> range;
+};
+
+// The compressed entries of one ratio, spec 3.6. An entry pools `slots` projected rows: for ratio 4 the four rows of
+// the previous window (first channel half) and the four of its own (second half), for ratio 128 its own.
+struct CompressionPlan {
+  int ratio = 0;
+  int slots = 0;  // 2 * ratio for CSA, ratio for HCA
+  std::vector<int>
+      source;  // [new entries, slots]: row of this batch; rows + p = pending row p of the cache; -1 = absent
+  std::vector<int> position;  // [new entries] rotary position: first token of its own window
+  std::vector<int> slot;      // [new entries] place among the buffer's entries; empty = identity
+  int entries = 0;            // entry rows of the key buffer (new ones included)
+  EntryRanges visible;        // which entries each row of the batch may see, along its own path
+  std::vector<int> pending_row,
+      pending_slot;  // after the step, projected row pending_row[i] is kept in pending_slot[i]
+  int new_entries() const { return static_cast<int>(position.size()); }
+};
+
+struct SequencePlan {
+  std::vector<int> token;     // [rows]
+  std::vector<int> position;  // [rows] inside its own branch
+  std::vector<int> document;  // [rows] number of the document (for losses that are means over sequences)
+  KeyLists window;            // [rows] rows of the key buffer, itself last
+  std::vector<int> key_slot;  // [rows] where a row's own window key is stored; empty = identity
+  int key_rows = 0;           // window rows of the key buffer
+  CompressionPlan csa, hca;   // ratio 0 in `ratio` = the model has no such layer
+  std::vector<int> wanted;    // rows whose hidden state is returned, ascending
+  int rows() const { return static_cast<int>(token.size()); }
+};
+
+// What a plan needs to know of the model.
+struct PlanShape {
+  int window = 128, csa_ratio = 4, hca_ratio = 128;  // ratio 0: no layer of this kind
+};
+
+// Documents packed one after the other; positions restart, nothing crosses a boundary, incomplete compression windows
+// give no entry. Zero-length documents are legal. All rows are wanted.
+SequencePlan plan_documents(const PlanShape& shape, const std::vector<std::vector<int>>& documents);
+
+// Where the rows of one growing sequence live in a cache: plain slots, one a position.
+//   key slot of position t      = key_base + t mod key_capacity     (key_capacity >= window + rows of a step - 1)
+//   entry slot of entry i       = {csa,hca}_base + i
+//   pending slot of position t  = pending_base + t mod (slots of the ratio)
+struct CacheSlots {
+  int key_base = 0, key_capacity = 0;
+  int csa_base = 0, hca_base = 0;
+  int csa_pending_base = 0, hca_pending_base = 0;
+};
+struct CacheShape {  // totals of the cache over all sequences
+  int key_rows = 0, csa_entries = 0, hca_entries = 0;
+};
+
+// One step of several cached sequences: tokens[i] are the next tokens of sequence i, which has `length[i]` tokens
+// already. Chunked prefill and decoding alike. Wanted: the last row of each sequence that has any (all rows if
+// want_all).
+SequencePlan plan_cached_step(const PlanShape& shape, const CacheShape& cache, const std::vector<CacheSlots>& slots,
+                              const std::vector<int>& length, const std::vector<std::vector<int>>& tokens,
+                              bool want_all);
+
+}  // namespace plumb
