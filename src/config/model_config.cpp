@@ -128,6 +128,9 @@ const char* name(ExpertDtype dtype) {
 }
 
 void validate(const ModelConfig& c, const std::string& where) {
+  if (c.num_nextn_predict_layers > c.num_hidden_layers && c.num_hidden_layers > 0)
+    fail(where, fmt::format("num_nextn_predict_layers = {} is greater than num_hidden_layers = {}",
+                            c.num_nextn_predict_layers, c.num_hidden_layers));
   for (const Minimum& m : kMinimums) check_minimum(c, m, where);
   if (static_cast<int>(c.layer_kinds.size()) != c.layer_count())
     fail(where, fmt::format("{} layer kinds for {} layers and {} MTP layers", c.layer_kinds.size(), c.num_hidden_layers,

@@ -104,10 +104,11 @@ const json* find(const json& object, const char* key) {
   return it == object.end() || it->is_null() ? nullptr : &*it;
 }
 
+// The limit keeps sums and products of two such numbers within 64 bits, and sums within 31.
 int as_int(const json& value, const std::string& label, const std::string& where) {
   const double number = value.is_number() ? value.get<double>() : NAN;
-  if (!(std::abs(number) <= 2147483647.0) || number != std::floor(number))
-    fail(where, fmt::format("{} = {}, must be a whole number", label, value.dump()));
+  if (number != std::floor(number)) fail(where, fmt::format("{} = {}, must be a whole number", label, value.dump()));
+  if (std::abs(number) > 1e9) fail(where, fmt::format("{} = {} is out of range", label, value.dump()));
   return static_cast<int>(number);
 }
 
@@ -385,8 +386,9 @@ ModelConfig parse_model_config(const json& j, const std::string& where) {
   check_fixed_keys(j, spelling, where);
   ModelConfig c;
   read_plain_keys(c, j, spelling, where);
-  if (c.num_hidden_layers < 1 || c.num_nextn_predict_layers < 0)
-    validate(c, where);  // before these numbers size a list
+  // These numbers size lists, so they are checked before the rest is read.
+  if (c.num_hidden_layers < 1 || c.num_nextn_predict_layers < 0 || c.num_nextn_predict_layers > c.num_hidden_layers)
+    validate(c, where);
   read_layer_kinds(c, j, where);
   read_hash_layers(c, j, spelling, where);
   read_eos(c, j, where);

@@ -7,7 +7,7 @@
 
 namespace plumb {
 
-// tiny          3.5 million parameters, every kind of layer, for tests and demonstrations on a CPU
+// tiny          3.6 million parameters, every kind of layer, for tests and demonstrations on a CPU
 // flash         DeepSeek-V4-Flash
 // flash-4layer  Flash's shapes in 4 layers that cover every kind of layer and both kinds of routing, for one GPU
 // pro           DeepSeek-V4-Pro

@@ -319,6 +319,8 @@ TEST(ModelConfigRefuses, SizesThatDoNotFit) {
       {"o_groups", nullptr, "key o_groups is missing"},
       {"hidden_size", "128", "hidden_size = \"128\", must be a whole number"},
       {"hidden_size", 128.5, "hidden_size = 128.5, must be a whole number"},
+      {"hidden_size", 3000000000, "hidden_size = 3000000000 is out of range"},
+      {"num_nextn_predict_layers", 7, "num_nextn_predict_layers = 7 is greater than num_hidden_layers = 6"},
       {"rms_norm_eps", "1e-6", "rms_norm_eps = \"1e-6\", must be a number"},
       {"num_hidden_layers", 0, "num_hidden_layers = 0, must be at least 1"},
       {"num_nextn_predict_layers", -1, "num_nextn_predict_layers = -1, must be at least 0"},

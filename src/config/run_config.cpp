@@ -1,0 +1,212 @@
+#include "config/run_config.h"
+
+#include <fmt/format.h>
+#include <toml++/toml.h>
+
+#include <algorithm>
+#include <fstream>
+#include <map>
+#include <sstream>
+
+#include "base/error.h"
+#include "config/nearest.h"
+#include "config/run_fields.h"
+
+namespace plumb {
+namespace {
+
+std::string position(const std::string& file, const toml::node& node) {
+  return fmt::format("{}:{}", file, node.source().begin.line);
+}
+
+std::string did_you_mean(const std::string& name) { return name.empty() ? "" : "did you mean " + name + "?"; }
+
+// A value as it could stand in the file.
+std::string shown(const toml::node& value) {
+  if (value.is_table()) return "a table";
+  std::ostringstream out;
+  out << toml::toml_formatter{value, toml::format_flags::none};
+  return out.str();
+}
+
+// Assigns values to a configuration and remembers where each came from, for errors about several keys.
+struct Reader {
+  RunConfig config;
+  std::map<std::string, std::string> origin;  // key -> "run.toml:3" or "--set"
+
+  [[noreturn]] void refuse(const Field& field, const std::string& value, const std::string& where,
+                           const std::string& fix = "") {
+    fail(where, fmt::format("{} = {}, must be {}", field.key, value, expectation(field)), fix);
+  }
+
+  std::string checked_choice(const Field& field, const toml::node& node, const std::string& where) {
+    const auto text = node.value_exact<std::string>();
+    if (!text) refuse(field, shown(node), where);
+    const std::vector<std::string>& choices = field.choices;
+    if (!choices.empty() && std::ranges::find(choices, *text) == choices.end())
+      refuse(field, shown(node), where, did_you_mean(nearest(*text, choices)));
+    return *text;
+  }
+
+  double checked_number(const Field& field, const toml::node& node, const std::string& where) {
+    const double value = *node.value<double>();
+    const Range& r = field.range;
+    const bool inside =
+        (r.above_min ? value > r.min : value >= r.min) && (r.below_max ? value < r.max : value <= r.max);
+    if (!inside) refuse(field, shown(node), where);
+    return value;
+  }
+
+  std::vector<std::string> checked_list(const Field& field, const toml::node& node, const std::string& where) {
+    if (!node.is_array()) refuse(field, shown(node), where);
+    std::vector<std::string> items;
+    for (const toml::node& item : *node.as_array()) {
+      items.push_back(checked_choice(field, item, where));
+      if (std::ranges::count(items, items.back()) > 1)
+        fail(where, fmt::format("{} has {} twice", field.key, shown(item)));
+    }
+    return items;
+  }
+
+  void assign(const Field& field, const toml::node& node, const std::string& where) {
+    if (!field.belongs_to(config.command))
+      fail(where, fmt::format("{} is no key of plumb {}", field.key, name(config.command)),
+           fmt::format("it belongs to plumb {}", name(field.commands.front())));
+    const FieldRef ref = field.value(config);
+    if (auto flag = std::get_if<bool*>(&ref)) {
+      if (!node.is_boolean()) refuse(field, shown(node), where);
+      **flag = *node.value<bool>();
+    } else if (auto whole = std::get_if<int64_t*>(&ref)) {
+      if (!node.is_integer()) refuse(field, shown(node), where);
+      checked_number(field, node, where);
+      **whole = *node.value<int64_t>();
+    } else if (auto real = std::get_if<double*>(&ref)) {
+      if (!node.is_number()) refuse(field, shown(node), where);
+      **real = checked_number(field, node, where);
+    } else if (auto text = std::get_if<std::string*>(&ref)) {
+      **text = checked_choice(field, node, where);
+    } else {
+      *std::get<std::vector<std::string>*>(ref) = checked_list(field, node, where);
+    }
+    origin[field.key] = where;
+  }
+
+  const Field* find(const std::string& key) const {
+    for (const Field& field : run_fields())
+      if (field.key == key) return &field;
+    return nullptr;
+  }
+
+  // Names the nearest key of this command: the same name in another table, else the smallest edit distance.
+  [[noreturn]] void unknown_key(const std::string& key, const std::string& where) const {
+    const std::string leaf = key.substr(key.find_last_of('.') + 1);
+    std::vector<std::string> keys;
+    for (const Field& field : run_fields()) {
+      if (!field.belongs_to(config.command)) continue;
+      if (field.name() == leaf) fail(where, "there is no key " + key, did_you_mean(field.key));
+      keys.push_back(field.key);
+    }
+    fail(where, "there is no key " + key, did_you_mean(nearest(key, keys)));
+  }
+
+  void read(const toml::table& table, const std::string& prefix, const std::string& file) {
+    for (const auto& [k, node] : table) {
+      const std::string key = prefix + std::string(k.str()), where = fmt::format("{}:{}", file, k.source().begin.line);
+      if (const Field* field = find(key))
+        assign(*field, node, where);
+      else if (node.is_table() && is_table(key))
+        read(*node.as_table(), key + ".", file);
+      else if (node.is_table())
+        unknown_table(key, position(file, node));
+      else
+        unknown_key(key, where);
+    }
+  }
+
+  static bool is_table(const std::string& name) {
+    return std::ranges::any_of(run_fields(), [&](const Field& field) { return field.table() == name; });
+  }
+
+  [[noreturn]] static void unknown_table(const std::string& name, const std::string& where) {
+    std::vector<std::string> tables;
+    for (const Field& field : run_fields())
+      if (tables.empty() || tables.back() != field.table()) tables.push_back(field.table());
+    fail(where, fmt::format("there is no table [{}]", name), did_you_mean(nearest(name, tables)));
+  }
+
+  // "key=value". Texts need no quotes, lists no brackets: --set lora.targets=experts,kv_proj
+  void override_with(const std::string& assignment) {
+    const size_t equals = assignment.find('=');
+    if (equals == std::string::npos)
+      throw UsageError("--set " + assignment, "there is no value", "write --set table.key=value");
+    const std::string key = assignment.substr(0, equals), text = assignment.substr(equals + 1), where = "--set";
+    const Field* field = find(key);
+    if (!field) unknown_key(key, where);
+    const FieldRef ref = field->value(config);
+    const bool bare = text.empty() || (text[0] != '"' && text[0] != '\'' && text[0] != '[');
+    if (bare && std::holds_alternative<std::string*>(ref)) return assign(*field, toml::value<std::string>(text), where);
+    if (bare && std::holds_alternative<std::vector<std::string>*>(ref)) {
+      toml::array items;
+      std::istringstream in(text);
+      for (std::string item; std::getline(in, item, ',');) items.push_back(item);
+      return assign(*field, items, where);
+    }
+    try {
+      const toml::table parsed = toml::parse("value = " + text);
+      assign(*field, *parsed.get("value"), where);
+    } catch (const toml::parse_error&) {
+      refuse(*field, text, where);
+    }
+  }
+
+  // The place of a key that was given, the file for one that was not.
+  std::string where(const std::string& key, const std::string& file) const {
+    auto it = origin.find(key);
+    return it == origin.end() ? file : it->second;
+  }
+
+  void check(const std::string& file) {
+    for (const Field& field : run_fields()) {
+      if (!field.required || !field.belongs_to(config.command)) continue;
+      const std::string value = toml_value(field, config);
+      if (value != "\"\"" && value != "[]") continue;
+      const char* problem = origin.count(field.key) ? "is empty" : "is missing";
+      fail(where(field.key, file), fmt::format("{} {}", field.key, problem), field.help);
+    }
+    const DataKeys& data = config.data;
+    if (!data.eval.empty() && data.eval_fraction > 0)
+      fail(where("data.eval_fraction", file), "data.eval and data.eval_fraction are both given", "keep one of them");
+    if (data.effort_profile == "preview" && data.reasoning_effort == "low")
+      fail(where("data.reasoning_effort", file),
+           "data.reasoning_effort = \"low\" does not exist in the profile preview",
+           "take high or max, or data.effort_profile = \"official\"");
+    const TrainKeys& train = config.train;
+    if (train.steps > 0 && train.warmup_steps > train.steps)
+      fail(where("train.warmup_steps", file),
+           fmt::format("train.warmup_steps = {} is greater than train.steps = {}", train.warmup_steps, train.steps));
+  }
+};
+
+}  // namespace
+
+RunConfig parse_run_config(RunCommand command, const std::string& text, const std::string& file,
+                           const std::vector<std::string>& overrides) {
+  Reader reader{default_run_config(command), {}};
+  try {
+    reader.read(toml::parse(text, file), "", file);
+  } catch (const toml::parse_error& e) {
+    fail(fmt::format("{}:{}", file, e.source().begin.line), "not TOML: " + std::string(e.description()));
+  }
+  for (const std::string& assignment : overrides) reader.override_with(assignment);
+  reader.check(file);
+  return reader.config;
+}
+
+RunConfig load_run_config(RunCommand command, const std::string& file, const std::vector<std::string>& overrides) {
+  std::ifstream in(file);
+  std::ostringstream text;
+  if (!in || !(text << in.rdbuf())) fail(file, "cannot be read", "give a run file, see docs/configuration.md");
+  return parse_run_config(command, text.str(), file, overrides);
+}
+
+}  // namespace plumb
