@@ -29,14 +29,22 @@ std::string shown(const toml::node& value) {
   return out.str();
 }
 
+const std::string kOverride = "--set";  // the place of a value from the command line
+
+// A wrong override is wrong use of the command line.
+[[noreturn]] void stop(const std::string& where, const std::string& what, const std::string& fix = "") {
+  if (where == kOverride) throw UsageError(where, what, fix);
+  fail(where, what, fix);
+}
+
 // Assigns values to a configuration and remembers where each came from, for errors about several keys.
 struct Reader {
   RunConfig config;
-  std::map<std::string, std::string> origin;  // key -> "run.toml:3" or "--set"
+  std::map<std::string, std::string> origin;  // key -> "run.toml:3" or kOverride
 
   [[noreturn]] void refuse(const Field& field, const std::string& value, const std::string& where,
                            const std::string& fix = "") {
-    fail(where, fmt::format("{} = {}, must be {}", field.key, value, expectation(field)), fix);
+    stop(where, fmt::format("{} = {}, must be {}", field.key, value, expectation(field)), fix);
   }
 
   std::string checked_choice(const Field& field, const toml::node& node, const std::string& where) {
@@ -63,14 +71,14 @@ struct Reader {
     for (const toml::node& item : *node.as_array()) {
       items.push_back(checked_choice(field, item, where));
       if (std::ranges::count(items, items.back()) > 1)
-        fail(where, fmt::format("{} has {} twice", field.key, shown(item)));
+        stop(where, fmt::format("{} has {} twice", field.key, shown(item)));
     }
     return items;
   }
 
   void assign(const Field& field, const toml::node& node, const std::string& where) {
     if (!field.belongs_to(config.command))
-      fail(where, fmt::format("{} is no key of plumb {}", field.key, name(config.command)),
+      stop(where, fmt::format("{} is no key of plumb {}", field.key, name(config.command)),
            fmt::format("it belongs to plumb {}", name(field.commands.front())));
     const FieldRef ref = field.value(config);
     if (auto flag = std::get_if<bool*>(&ref)) {
@@ -103,10 +111,10 @@ struct Reader {
     std::vector<std::string> keys;
     for (const Field& field : run_fields()) {
       if (!field.belongs_to(config.command)) continue;
-      if (field.name() == leaf) fail(where, "there is no key " + key, did_you_mean(field.key));
+      if (field.name() == leaf) stop(where, "there is no key " + key, did_you_mean(field.key));
       keys.push_back(field.key);
     }
-    fail(where, "there is no key " + key, did_you_mean(nearest(key, keys)));
+    stop(where, "there is no key " + key, did_you_mean(nearest(key, keys)));
   }
 
   void read(const toml::table& table, const std::string& prefix, const std::string& file) {
@@ -131,7 +139,7 @@ struct Reader {
     std::vector<std::string> tables;
     for (const Field& field : run_fields())
       if (tables.empty() || tables.back() != field.table()) tables.push_back(field.table());
-    fail(where, fmt::format("there is no table [{}]", name), did_you_mean(nearest(name, tables)));
+    stop(where, fmt::format("there is no table [{}]", name), did_you_mean(nearest(name, tables)));
   }
 
   // "key=value". Texts need no quotes, lists no brackets: --set lora.targets=experts,kv_proj
@@ -139,7 +147,7 @@ struct Reader {
     const size_t equals = assignment.find('=');
     if (equals == std::string::npos)
       throw UsageError("--set " + assignment, "there is no value", "write --set table.key=value");
-    const std::string key = assignment.substr(0, equals), text = assignment.substr(equals + 1), where = "--set";
+    const std::string key = assignment.substr(0, equals), text = assignment.substr(equals + 1), where = kOverride;
     const Field* field = find(key);
     if (!field) unknown_key(key, where);
     const FieldRef ref = field->value(config);
@@ -171,18 +179,18 @@ struct Reader {
       const std::string value = toml_value(field, config);
       if (value != "\"\"" && value != "[]") continue;
       const char* problem = origin.count(field.key) ? "is empty" : "is missing";
-      fail(where(field.key, file), fmt::format("{} {}", field.key, problem), field.help);
+      stop(where(field.key, file), fmt::format("{} {}", field.key, problem), field.help);
     }
     const DataKeys& data = config.data;
     if (!data.eval.empty() && data.eval_fraction > 0)
-      fail(where("data.eval_fraction", file), "data.eval and data.eval_fraction are both given", "keep one of them");
+      stop(where("data.eval_fraction", file), "data.eval and data.eval_fraction are both given", "keep one of them");
     if (data.effort_profile == "preview" && data.reasoning_effort == "low")
-      fail(where("data.reasoning_effort", file),
+      stop(where("data.reasoning_effort", file),
            "data.reasoning_effort = \"low\" does not exist in the profile preview",
            "take high or max, or data.effort_profile = \"official\"");
     const TrainKeys& train = config.train;
     if (train.steps > 0 && train.warmup_steps > train.steps)
-      fail(where("train.warmup_steps", file),
+      stop(where("train.warmup_steps", file),
            fmt::format("train.warmup_steps = {} is greater than train.steps = {}", train.warmup_steps, train.steps));
   }
 };

@@ -35,8 +35,11 @@ std::string refusal(const std::string& toml, const std::vector<std::string>& ove
   return "accepted";
 }
 
-// The refusal of the minimal file with one override.
-std::string refusal_of_set(const std::string& assignment) { return refusal(kMinimal, {assignment}); }
+// The refusal of the minimal file with one override, which is wrong use of the command line.
+std::string refusal_of_set(const std::string& assignment) {
+  EXPECT_THROW(parse(kMinimal, {assignment}), UsageError);
+  return refusal(kMinimal, {assignment});
+}
 
 TEST(RunConfig, DefaultsOfBothCommands) {
   const RunConfig train = parse(kMinimal);
