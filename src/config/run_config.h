@@ -92,7 +92,7 @@ RunConfig default_run_config(RunCommand command);
 
 // Reads a run file, then `overrides` ("train.learning_rate=1e-4", in this order; the value is TOML, quotes around a
 // text may be left out), then checks what concerns several keys. Errors name file and line or the override, the key,
-// and what is allowed; an unknown key, the nearest known one.
+// and what is allowed; an unknown key, the nearest known one. A wrong override is a UsageError.
 RunConfig load_run_config(RunCommand command, const std::string& file, const std::vector<std::string>& overrides = {});
 RunConfig parse_run_config(RunCommand command, const std::string& toml, const std::string& file,
                            const std::vector<std::string>& overrides = {});
