@@ -168,12 +168,14 @@ class VocabularyReader {
   }
 
  private:
+  // The loops over vocabulary and merges are 250,000 steps: places for errors are only spelled out when there is one.
   void vocab(const Node& vocab) {
     if (!vocab.value.is_object()) fail(vocab.where, "object of token: id expected");
     id_of_.reserve(vocab.value.size());
     for (const auto& [token, id] : vocab.value.items()) {
       if (token.empty()) fail(vocab.where, "a token cannot be empty");
-      place(token, Node{id, fmt::format("{}[{:?}]", vocab.where, token)}.id(), vocab.where);
+      const bool good = id.is_number_integer() && id.get<int64_t>() >= 0 && id.get<int64_t>() < id_limit;
+      place(token, good ? id.get<int32_t>() : vocab.at(token).id(), vocab.where);
     }
     file_.model_size = static_cast<int32_t>(file_.tokens.size());
   }
@@ -190,30 +192,29 @@ class VocabularyReader {
     there = token;
   }
 
-  int32_t id_of(const std::string& token, const Node& merge) const {
-    const auto found = id_of_.find(token);
-    if (found == id_of_.end()) fail(merge.where, fmt::format("{:?} is not in the vocabulary", token));
-    return found->second;
-  }
-
   void merges(const Node& list) {
     const size_t count = list.array_size();
     file_.merges.reserve(count);
     for (size_t i = 0; i < count; ++i) {
-      const Node merge = list.at(i);
+      const json& merge = list.value[i];
       std::string left, right;
-      if (merge.value.is_string()) {  // "a b"; the byte alphabet has no space, so there is one way to read it
-        const std::string pair = merge.text();
+      if (merge.is_string()) {  // "a b"; the byte alphabet has no space, so there is one way to read it
+        const auto& pair = merge.get_ref<const std::string&>();
         const size_t space = pair.find(' ');
         if (space == std::string::npos || pair.find(' ', space + 1) != std::string::npos) {
-          fail(merge.where, fmt::format("{:?}: two tokens and one space expected", pair));
+          fail(list.at(i).where, fmt::format("{:?}: two tokens and one space expected", pair));
         }
         left = pair.substr(0, space), right = pair.substr(space + 1);
       } else {
-        if (merge.array_size() != 2) fail(merge.where, fmt::format("2 tokens expected, {} found", merge.array_size()));
-        left = merge.at(0).text(), right = merge.at(1).text();
+        if (list.at(i).array_size() != 2) fail(list.at(i).where, fmt::format("{} tokens, 2 expected", merge.size()));
+        left = list.at(i).at(0).text(), right = list.at(i).at(1).text();
       }
-      file_.merges.push_back({id_of(left, merge), id_of(right, merge), id_of(left + right, merge)});
+      const auto id = [&](const std::string& token) {
+        const auto found = id_of_.find(token);
+        if (found == id_of_.end()) fail(list.at(i).where, fmt::format("{:?} is not in the vocabulary", token));
+        return found->second;
+      };
+      file_.merges.push_back({id(left), id(right), id(left + right)});
     }
   }
 

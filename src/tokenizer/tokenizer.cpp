@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <fstream>
 #include <iterator>
+#include <sstream>
 #include <unordered_map>
 
 #include "base/error.h"
@@ -102,9 +103,10 @@ Tokenizer::Tokenizer(std::shared_ptr<const State> state) : state_(std::move(stat
 
 Tokenizer Tokenizer::load(const std::filesystem::path& file) {
   std::ifstream in(file, std::ios::binary);
-  const std::string text{std::istreambuf_iterator<char>(in), {}};
-  if (!in) fail(file.string(), "cannot be read", "a model folder holds tokenizer.json beside config.json");
-  return parse(text, file.string());
+  std::ostringstream text;
+  text << in.rdbuf();
+  if (!in || !text) fail(file.string(), "cannot be read", "a model folder holds tokenizer.json beside config.json");
+  return parse(text.view(), file.string());
 }
 
 Tokenizer Tokenizer::parse(std::string_view json, const std::string& name) {
