@@ -108,6 +108,7 @@ std::vector<StoredTensor> parse_header(const MappedFile& file, Metadata& metadat
     fail(path, fmt::format("header needs {} bytes, the file has {}: it is truncated", length, file.size() - 8),
          download_again);
   const char* text = reinterpret_cast<const char*>(file.data()) + 8;
+  if (length == 0 || text[0] != '{') fail(path, "header is not a JSON object: not a safetensors file", download_again);
   std::vector<StoredTensor> tensors;
   std::set<std::string> names;
   std::string name;
@@ -127,8 +128,8 @@ std::vector<StoredTensor> parse_header(const MappedFile& file, Metadata& metadat
     return false;  // the entry is not kept in the document
   };
   try {
-    if (!json::parse(text, text + length, callback).is_object())
-      fail(path, "header is not a JSON object", download_again);
+    const json rest = json::parse(text, text + length, callback);
+    PLUMB_CHECK(rest.empty(), path);
   } catch (const json::exception& e) {
     fail(path, std::string("header is not valid JSON: ") + e.what(), download_again);
   }
@@ -231,11 +232,20 @@ const StoredTensor& Safetensors::at(const std::string& name) const {
   return *t;
 }
 
-Tensor Safetensors::tensor(const StoredTensor& t) const {
+Tensor Safetensors::tensor(const StoredTensor& t) const { return slice(t, 0, t.shape); }
+
+Tensor Safetensors::slice(const StoredTensor& t, int64_t first, Shape shape) const {
+  PLUMB_CHECK(0 <= first && first + numel_of(shape) <= numel_of(t.shape), t.name + to_string(shape));
   const auto& file = files_[t.file];
-  std::byte* data = const_cast<std::byte*>(file->data()) + t.begin;
-  Tensor mapped = Tensor::over(data, t.shape, t.dtype, std::const_pointer_cast<MappedFile>(file));
+  std::byte* data = const_cast<std::byte*>(file->data()) + t.begin + static_cast<size_t>(first) * dtype_size(t.dtype);
+  Tensor mapped = Tensor::over(data, std::move(shape), t.dtype, std::const_pointer_cast<MappedFile>(file));
   return reinterpret_cast<uintptr_t>(data) % dtype_size(t.dtype) == 0 ? mapped : mapped.clone();
+}
+
+void Safetensors::drop(const Tensor& mapped, const StoredTensor& t) const {
+  const MappedFile& file = *files_[t.file];
+  if (mapped.raw() >= file.data() && mapped.raw() < file.data() + file.size())  // else it is a copy
+    file.drop(static_cast<size_t>(mapped.raw() - file.data()), mapped.bytes());
 }
 
 // ---- Writing

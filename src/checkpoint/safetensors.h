@@ -44,8 +44,11 @@ class Safetensors {
   // The data, without a copy (read-only!); copied only if the file does not align it for its dtype.
   Tensor tensor(const StoredTensor& t) const;
   Tensor tensor(const std::string& name) const { return tensor(at(name)); }
+  // `shape` elements from element `first` of the flattened tensor on.
+  Tensor slice(const StoredTensor& t, int64_t first, Shape shape) const;
   // The pages of this tensor may leave memory until they are touched again.
   void drop(const StoredTensor& t) const { files_[t.file]->drop(t.begin, t.bytes()); }
+  void drop(const Tensor& mapped, const StoredTensor& t) const;  // the pages of a slice of t
 
   size_t file_count() const { return files_.size(); }
   const std::string& file_path(const StoredTensor& t) const { return files_[t.file]->path(); }
