@@ -1,0 +1,114 @@
+// plumb sample: one answer on the terminal, or answers for every line of a file.
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "base/error.h"
+#include "base/files.h"
+#include "cli/commands.h"
+#include "cli/session.h"
+
+namespace plumb::cli {
+namespace {
+
+struct Arguments {
+  ModelArguments model;
+  SamplingArguments sampling;
+  std::string prompt, message, input, output;
+  int batch = 16;
+  bool json = false;
+};
+
+std::vector<int> to_ids(const std::vector<int32_t>& ids) { return {ids.begin(), ids.end()}; }
+
+// {"prompt": text} is continued as it is; {"messages": [...]} is answered.
+std::vector<int> prompt_of(const Json& json, const std::string& where, const ModelSession& s) {
+  if (const Json* messages = json.find("messages"))
+    return to_ids(encode_prompt(messages_from_json(*messages, json.find("tools")), s.chat, chat_tokenizer(s.text())));
+  const Json* prompt = json.find("prompt");
+  if (!prompt || !prompt->is_string() || prompt->text.empty())
+    fail(where, "has neither messages nor a prompt that is text",
+         "write {\"messages\": [...]} or {\"prompt\": \"...\"}");
+  return to_ids(s.text().encode(prompt->text, false));
+}
+
+std::vector<int> message_prompt(const std::string& text, const ModelSession& s) {
+  Message m;
+  m.content = text;
+  return to_ids(encode_prompt({m}, s.chat, chat_tokenizer(s.text())));
+}
+
+std::string answer_text(const ModelSession& s, const Generation& g) {
+  std::vector<int32_t> ids;
+  for (const GeneratedToken& t : g.tokens) ids.push_back(t.id);
+  if (g.stopped) ids.pop_back();
+  return s.text().decode(ids, false);
+}
+
+nlohmann::ordered_json to_json(const ModelSession& s, const Generation& g) {
+  nlohmann::ordered_json j;
+  j["text"] = answer_text(s, g);
+  j["finish_reason"] = g.stopped ? "stop" : "length";
+  auto& ids = j["tokens"] = nlohmann::ordered_json::array();
+  auto& logprobs = j["logprobs"] = nlohmann::ordered_json::array();
+  for (const GeneratedToken& t : g.tokens) ids.push_back(t.id), logprobs.push_back(t.logprob);
+  return j;
+}
+
+void sample_one(const Arguments& a, ModelSession& s, const GenerateOptions& options) {
+  const std::vector<int> prompt =
+      a.message.empty() ? to_ids(s.text().encode(a.prompt, false)) : message_prompt(a.message, s);
+  const Generation g = generate(*s.weights, {{prompt, a.sampling.params, 0}}, options)[0];
+  if (a.json)
+    std::printf("%s\n", to_json(s, g).dump().c_str());
+  else
+    std::printf("%s\n", answer_text(s, g).c_str());
+}
+
+void sample_file(const Arguments& a, ModelSession& s, const GenerateOptions& options) {
+  std::ifstream in(a.input);
+  if (!in) fail(a.input, "cannot be read", "check the path");
+  std::vector<GenerationRequest> requests;
+  std::string line;
+  for (int number = 1; std::getline(in, line); ++number) {
+    if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
+    const std::string where = a.input + ":" + std::to_string(number);
+    requests.push_back({prompt_of(parse_json(line, where), where, s), a.sampling.params, requests.size()});
+  }
+  if (requests.empty()) fail(a.input, "has no line", "write one JSON object a line");
+  FileWriter output(a.output);
+  for (const Generation& g : generate(*s.weights, requests, options)) output.write(to_json(s, g).dump() + "\n");
+  output.commit();
+}
+
+void sample(Arguments& a) {
+  const int given = !a.prompt.empty() + !a.message.empty() + !a.input.empty();
+  if (given != 1) throw UsageError("sample", "needs exactly one of --message, --prompt and --input");
+  if (a.input.empty() != a.output.empty()) throw UsageError("sample", "--input and --output belong together");
+  check(a.sampling.params);
+  ModelSession s = open_model(a.model);
+  a.sampling.params.stop_tokens = stop_tokens(s);
+  GenerateOptions options;
+  options.numerics = s.numerics;
+  options.adapter = s.adapter;
+  options.batch = a.batch;
+  a.input.empty() ? sample_one(a, s, options) : sample_file(a, s, options);
+}
+
+}  // namespace
+
+std::function<void()> setup_sample(CLI::App& app) {
+  auto a = std::make_shared<Arguments>();
+  add_model_options(app, a->model);
+  add_sampling_options(app, a->sampling);
+  app.add_option("--message", a->message, "a user's message to answer");
+  app.add_option("--prompt", a->prompt, "text to continue as it is");
+  app.add_option("--input", a->input, "JSONL: an object with messages or prompt a line");
+  app.add_option("--output", a->output, "JSONL: text, finish_reason, tokens, logprobs a line");
+  app.add_option("--batch", a->batch, "answers written side by side (changes no result)")->check(CLI::PositiveNumber);
+  app.add_flag("--json", a->json, "print one JSON object instead of text");
+  return [a] { sample(*a); };
+}
+
+}  // namespace plumb::cli

@@ -1,0 +1,177 @@
+// plumb score: per-token log-probabilities of given tokens, text or messages, in the arithmetic of a numerics profile.
+#include <CLI/CLI.hpp>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "base/error.h"
+#include "base/files.h"
+#include "checkpoint/safetensors.h"
+#include "cli/commands.h"
+#include "cli/session.h"
+#include "ops/head.h"
+
+namespace plumb::cli {
+namespace {
+
+struct Arguments {
+  ModelArguments model;
+  std::string input, output, dump_logits, dump_layers;
+  bool routed_experts = false;
+  int row_tokens = 2048;
+};
+
+// One line of the input -> token ids. `tokens`, `text` (as it is, without control tokens) or `messages`.
+std::vector<int> read_line(const std::string& line, const std::string& where, const ModelSession& s) {
+  const Json json = parse_json(line, where);
+  const char* keys = "give one of tokens (list of ids), text (string) or messages (list)";
+  if (!json.is_object()) fail(where, std::string("is ") + kind_name(json.kind) + ", not an object", keys);
+  std::vector<int> ids;
+  if (const Json* tokens = json.find("tokens")) {
+    if (!tokens->is_array()) fail(where, "tokens is not a list", "write a list of token ids");
+    for (const Json& t : tokens->items) {
+      if (t.kind != Json::Kind::number || t.text.find_first_not_of("0123456789") != std::string::npos ||
+          t.text.size() > 9)
+        fail(where, "tokens holds " + python_dumps(t), "token ids are whole numbers");
+      ids.push_back(std::stoi(t.text));
+    }
+  } else if (const Json* text = json.find("text")) {
+    if (!text->is_string()) fail(where, "text is not a string", keys);
+    for (int32_t id : s.text().encode(text->text, false)) ids.push_back(id);
+  } else if (const Json* messages = json.find("messages")) {
+    for (int32_t id :
+         encode_for_training(messages_from_json(*messages, json.find("tools")), s.chat, chat_tokenizer(s.text())).ids)
+      ids.push_back(id);
+  } else {
+    fail(where, "has none of the keys tokens, text, messages", keys);
+  }
+  if (ids.empty()) fail(where, "has no token", keys);
+  for (int id : ids)
+    if (id >= s.weights->model.vocab_size)
+      fail(where, "token " + std::to_string(id) + " is not in the vocabulary",
+           "allowed: 0 to " + std::to_string(s.weights->model.vocab_size - 1));
+  return ids;
+}
+
+std::vector<std::vector<int>> read_input(const Arguments& a, const ModelSession& s) {
+  std::ifstream in(a.input);
+  if (!in) fail(a.input, "cannot be read", "check the path");
+  std::vector<std::vector<int>> documents;
+  std::string line;
+  for (int number = 1; std::getline(in, line); ++number)
+    if (line.find_first_not_of(" \t\r") != std::string::npos)
+      documents.push_back(read_line(line, a.input + ":" + std::to_string(number), s));
+  if (documents.empty()) fail(a.input, "has no line", "write one JSON object a line");
+  return documents;
+}
+
+// Documents are packed into rows: a document's log-probabilities have the same bits alone and packed.
+struct Row {
+  size_t first, last;  // documents
+};
+std::vector<Row> pack(const std::vector<std::vector<int>>& documents, int row_tokens) {
+  std::vector<Row> rows;
+  size_t used = 0;
+  for (size_t i = 0; i < documents.size(); ++i) {
+    if (rows.empty() || used + documents[i].size() > static_cast<size_t>(row_tokens)) rows.push_back({i, i}), used = 0;
+    used += documents[i].size();
+    rows.back().last = i + 1;
+  }
+  return rows;
+}
+
+nlohmann::ordered_json experts_json(const Taps& taps, int layers, int64_t begin, int64_t count) {
+  auto all = nlohmann::ordered_json::array();  // [tokens][layers][experts a token]
+  for (int64_t t = begin; t < begin + count; ++t) {
+    auto token = nlohmann::ordered_json::array();
+    for (int layer = 0; layer < layers; ++layer) {
+      const Tensor& chosen = taps.values.at("routed." + std::to_string(layer));
+      const int64_t* row = chosen.ptr<int64_t>() + t * chosen.size(1);
+      token.push_back(std::vector<int64_t>(row, row + chosen.size(1)));
+    }
+    all.push_back(token);
+  }
+  return all;
+}
+
+// What `released_check.py layers` reads: taps, ids, logits, and the MTP layer's logits.
+void dump_layers(const Arguments& a, ModelSession& s, const std::vector<int>& ids, Taps& taps, const ForwardOptions& o,
+                 const ForwardResult& r) {
+  std::vector<std::pair<std::string, Tensor>> out(taps.values.begin(), taps.values.end());
+  Tensor list = Tensor::empty({static_cast<int64_t>(ids.size())}, DType::i64);
+  std::copy(ids.begin(), ids.end(), list.ptr<int64_t>());
+  out.emplace_back("ids", list);
+  out.emplace_back("logits", ops::head_logits(r.hidden, s.weights->outer().head));
+  if (s.weights->mtp_count() > 0 && ids.size() > 1) {
+    Taps block;
+    ForwardOptions with_taps = o;
+    with_taps.taps = &block;
+    Tensor hidden =
+        mtp_forward(*s.weights, 0, plan_mtp(plan_shape(s.weights->model), {ids}), r.streams.back(), with_taps);
+    out.emplace_back("mtp_logits", ops::head_logits(hidden, s.weights->outer().head));
+    for (const auto& [name, value] : block.values) out.emplace_back(name, value);
+  }
+  write_safetensors(a.dump_layers, out);
+}
+
+void score(const Arguments& a) {
+  if (a.row_tokens < 1) throw UsageError("--row-tokens", "must be at least 1");
+  ModelSession s = open_model(a.model);
+  const auto documents = read_input(a, s);
+  if (!a.dump_layers.empty() && documents.size() != 1)
+    throw UsageError("--dump-layers", "needs an input of one line, not " + std::to_string(documents.size()));
+  AdapterBatch adapters;
+  if (s.adapter) adapters.parts.push_back({s.adapter, {}, true, nullptr});
+  FileWriter output(a.output);
+  std::vector<std::pair<std::string, Tensor>> logits;
+
+  for (const Row& row : pack(documents, a.row_tokens)) {
+    const std::vector<std::vector<int>> packed(documents.begin() + row.first, documents.begin() + row.last);
+    Taps taps;
+    taps.choices_only = a.dump_layers.empty();
+    ForwardOptions o;
+    o.numerics = s.numerics;
+    o.adapters = s.adapter ? &adapters : nullptr;
+    o.taps = a.routed_experts || !a.dump_layers.empty() ? &taps : nullptr;
+    o.keep_streams = !a.dump_layers.empty();
+    const SequencePlan plan = plan_documents(plan_shape(s.weights->model), packed);
+    const ForwardResult result = forward(*s.weights, plan, o);
+    std::vector<int> target(plan.token.begin() + 1, plan.token.end());
+    target.push_back(0);  // nobody asks for what follows the last token
+    const Tensor logprobs = ops::head_logprobs(result.hidden, s.weights->outer().head, target);
+
+    int64_t at = 0;
+    for (size_t d = row.first; d < row.last; ++d) {
+      const int64_t n = static_cast<int64_t>(documents[d].size());
+      nlohmann::ordered_json line;
+      line["tokens"] = documents[d];
+      auto& list = line["logprobs"] = nlohmann::ordered_json::array({nullptr});
+      for (int64_t i = 0; i + 1 < n; ++i) list.push_back(logprobs.f32()[at + i]);
+      if (a.routed_experts) line["routed_experts"] = experts_json(taps, s.weights->model.num_hidden_layers, at, n);
+      output.write(line.dump() + "\n");
+      if (!a.dump_logits.empty())
+        logits.emplace_back("logits." + std::to_string(d),
+                            ops::head_logits(result.hidden.rows(at, at + n), s.weights->outer().head));
+      at += n;
+    }
+    if (!a.dump_layers.empty()) dump_layers(a, s, documents[0], taps, o, result);
+  }
+  if (!a.dump_logits.empty()) write_safetensors(a.dump_logits, logits);
+  output.commit();
+}
+
+}  // namespace
+
+std::function<void()> setup_score(CLI::App& app) {
+  auto a = std::make_shared<Arguments>();
+  add_model_options(app, a->model);
+  app.add_option("--input", a->input, "JSONL: an object with tokens, text or messages a line")->required();
+  app.add_option("--output", a->output, "JSONL: tokens and logprobs (the first is null) a line")->required();
+  app.add_flag("--routed-experts", a->routed_experts, "also write routed_experts [tokens][layers][experts]");
+  app.add_option("--row-tokens", a->row_tokens, "tokens that are computed together (changes no result)");
+  app.add_option("--dump-logits", a->dump_logits, "safetensors: logits.I f32 [tokens, vocabulary] of line I");
+  app.add_option("--dump-layers", a->dump_layers,
+                 "safetensors: intermediate values of every layer, for an input of one line");
+  return [a] { score(*a); };
+}
+
+}  // namespace plumb::cli

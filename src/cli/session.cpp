@@ -1,0 +1,55 @@
+#include "cli/session.h"
+
+#include <CLI/CLI.hpp>
+#include <filesystem>
+
+#include "base/error.h"
+#include "base/parallel.h"
+#include "checkpoint/checkpoint.h"
+#include "model/adapter_files.h"
+
+namespace plumb::cli {
+
+void add_model_options(CLI::App& app, ModelArguments& a) {
+  app.add_option("--model", a.model, "folder of the checkpoint")->required();
+  app.add_option("--adapter", a.adapter, "folder of a LoRA adapter");
+  app.add_option("--numerics", a.numerics, "arithmetic")->check(CLI::IsMember({"fp32", "bf16", "released"}));
+  app.add_option("--thinking", a.thinking, "how answers to messages begin")->check(CLI::IsMember({"chat", "thinking"}));
+  app.add_option("--effort-profile", a.effort_profile, "generation of the checkpoint's effort texts")
+      ->check(CLI::IsMember({"preview", "official"}));
+  app.add_option("--effort", a.effort, "reasoning effort (thinking only): high or max; official also low");
+  app.add_option("--threads", a.threads, "threads, 0 = all cores")->check(CLI::NonNegativeNumber);
+}
+
+ModelSession open_model(const ModelArguments& a) {
+  if (a.threads > 0) set_thread_count(a.threads);
+  ModelSession s;
+  s.numerics = numerics_from_name(a.numerics.c_str());
+  s.weights = load_weights(Checkpoint::open(a.model));
+  if (!a.adapter.empty()) s.adapter = load_adapter(a.adapter, s.weights->model);
+  const auto file = std::filesystem::path(a.model) / "tokenizer.json";
+  if (std::filesystem::exists(file)) s.tokenizer = Tokenizer::load(file);
+  s.chat.mode = a.thinking == "thinking" ? ThinkingMode::thinking : ThinkingMode::chat;
+  s.chat.profile = a.effort_profile == "official" ? EffortProfile::official : EffortProfile::preview;
+  s.chat.effort = a.effort;
+  return s;
+}
+
+const Tokenizer& ModelSession::text() const {
+  if (!tokenizer)
+    fail("tokenizer.json", "is not in the model's folder", "put it there, or give token ids instead of text");
+  return *tokenizer;
+}
+
+void add_sampling_options(CLI::App& app, SamplingArguments& a) {
+  app.add_option("--max-tokens", a.params.max_tokens, "longest answer, tokens");
+  app.add_option("--temperature", a.params.temperature, "0 = always the most likely token");
+  app.add_option("--top-p", a.params.top_p, "keep the most likely tokens that have this probability together");
+  app.add_option("--top-k", a.params.top_k, "keep this many most likely tokens, 0 = all");
+  app.add_option("--min-p", a.params.min_p, "drop tokens below this share of the most likely one's probability");
+  app.add_option("--seed", a.params.seed, "the same seed gives the same text");
+}
+
+std::vector<int> stop_tokens(const ModelSession& s) { return {s.weights->model.eos_token_id}; }
+
+}  // namespace plumb::cli

@@ -1,0 +1,45 @@
+// What sample, chat and score have in common: a model, its tokenizer, an adapter, and how conversations are written.
+#pragma once
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "model/lora.h"
+#include "model/weights.h"
+#include "rollout/generate.h"
+#include "tokenizer/chat_encode.h"
+#include "tokenizer/tokenizer.h"
+
+namespace CLI {
+class App;
+}
+
+namespace plumb::cli {
+
+struct ModelArguments {
+  std::string model, adapter, numerics = "released";
+  std::string thinking = "chat", effort_profile = "preview", effort;
+  int threads = 0;
+};
+void add_model_options(CLI::App& app, ModelArguments& a);
+
+struct ModelSession {
+  std::shared_ptr<ResidentWeights> weights;
+  std::shared_ptr<const Adapter> adapter;  // nullptr = base model
+  std::optional<Tokenizer> tokenizer;      // absent: the folder has no tokenizer.json
+  Numerics numerics;
+  ChatOptions chat;
+  const Tokenizer& text() const;  // Error: the folder has no tokenizer.json
+};
+ModelSession open_model(const ModelArguments& a);
+
+struct SamplingArguments {
+  SamplingParams params;
+};
+void add_sampling_options(CLI::App& app, SamplingArguments& a);
+
+// The tokens that end an answer: the configuration's end of sentence.
+std::vector<int> stop_tokens(const ModelSession& s);
+
+}  // namespace plumb::cli

@@ -1,0 +1,23 @@
+// Small random models in memory for tests: every kind of layer, hash and score routing, no parameter zero or constant.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "model/lora.h"
+#include "model/weights.h"
+
+namespace plumb::testing {
+
+// 6 layers (window, csa, hca, csa, hca, window) + 1 MTP layer, 2 hash layers, window 8, ratios 4 and 16, hidden 32.
+ModelConfig tiny_config();
+
+// format: of all matrices that may be packed (attention, experts); f32 keeps every weight as drawn.
+std::shared_ptr<ResidentWeights> random_model(const ModelConfig& config, uint64_t seed,
+                                              WeightFormat format = WeightFormat::f32);
+
+// An adapter on the given canonical targets (empty = all eleven), B not zero.
+std::shared_ptr<Adapter> random_adapter(const ModelConfig& config, int rank, uint64_t seed);
+
+std::vector<int> random_tokens(const ModelConfig& config, int n, uint64_t seed);
+
+}  // namespace plumb::testing
