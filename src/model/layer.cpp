@@ -8,7 +8,7 @@ namespace plumb {
 namespace {
 
 struct LayerSaved {
-  HyperMix mix_attn, mix_ffn;
+  ops::HyperMix mix_attn, mix_ffn;
   Tensor y_attn, y_ffn;  // [T,d] contraction of the streams, before the norm
   AttentionSaved attn;
   Tensor a;      // [T,d] output of the attention
@@ -32,7 +32,7 @@ std::vector<ops::ExpertLoraRows> expert_lora(const PassContext& ctx, int layer) 
   if (ctx.adapters)
     for (const auto& part : ctx.adapters->parts) {
       if (layer >= static_cast<int>(part.adapter->layers.size())) continue;
-      const ExpertLora& e = part.adapter->layers[layer].experts;
+      const ops::ExpertLora& e = part.adapter->layers[layer].experts;
       if (!e.gate_up.empty() || !e.down.empty()) list.push_back({&e, part.all ? nullptr : &part.rows});
     }
   return list;
@@ -42,7 +42,7 @@ std::vector<ops::ExpertLoraGrad> expert_lora_grads(const PassContext& ctx, int l
   if (ctx.adapters)
     for (const auto& part : ctx.adapters->parts) {
       if (layer >= static_cast<int>(part.adapter->layers.size())) continue;
-      const ExpertLora& e = part.adapter->layers[layer].experts;
+      const ops::ExpertLora& e = part.adapter->layers[layer].experts;
       if (!e.gate_up.empty() || !e.down.empty())
         list.push_back(part.grads ? part.grads->layers[layer].experts : ops::ExpertLoraGrad{});
     }
@@ -73,7 +73,7 @@ Tensor moe_backward(const PassContext& ctx, const LayerWeights& w, int layer, co
   const bool trained = !grads.experts.empty() && grads.experts[0].w1.defined();
   ops::RoutedBackward routed =
       ops::routed_experts_backward(d_f, s.x_ffn, s.routing, w.experts, limit, expert_lora(ctx, layer), ctx.numerics,
-                                   trained ? grads.experts : std::vector<ExpertGrads>{}, expert_lora_grads(ctx, layer));
+                                   trained ? grads.experts : std::vector<ops::ExpertGrads>{}, expert_lora_grads(ctx, layer));
   ops::SharedLoraGrad lora_grads{lora_grads_of(ctx, layer, &LayerLora::shared_w1, &LayerLoraGrad::shared_w1),
                                  lora_grads_of(ctx, layer, &LayerLora::shared_w3, &LayerLoraGrad::shared_w3),
                                  lora_grads_of(ctx, layer, &LayerLora::shared_w2, &LayerLoraGrad::shared_w2)};

@@ -19,8 +19,8 @@ struct LoraPart {
   P shared_w1, shared_w3, shared_w2;
   Experts experts;
 };
-using LayerLora = LoraPart<LoraPair, ExpertLora>;
-using LayerLoraGrad = LoraPart<LoraGrad, ExpertLoraGrad>;
+using LayerLora = LoraPart<LoraPair, ops::ExpertLora>;
+using LayerLoraGrad = LoraPart<LoraGrad, ops::ExpertLoraGrad>;
 
 struct Adapter {
   int rank = 0;

@@ -47,8 +47,8 @@ struct LayerWeights {
 struct LayerGrads {
   AttentionPart<Tensor> attn;
   Tensor gate;                       // router
-  std::vector<ExpertGrads> experts;  // [E] or empty
-  ExpertGrads shared;
+  std::vector<ops::ExpertGrads> experts;  // [E] or empty
+  ops::ExpertGrads shared;
   HyperGrads hc_attn, hc_ffn;
   Tensor attn_norm, ffn_norm;
 };
@@ -129,7 +129,7 @@ void visit_compressor(const std::string& p, CompressorPart<Linear>& w, Compresso
   f(p + "norm.weight", w.norm, g.norm);
 }
 template <class F>
-void visit_expert(const std::string& p, ExpertWeights& w, ExpertGrads& g, F&& f) {
+void visit_expert(const std::string& p, ExpertWeights& w, ops::ExpertGrads& g, F&& f) {
   f(p + "w1.weight", w.w1, g.w1);
   f(p + "w3.weight", w.w3, g.w3);
   f(p + "w2.weight", w.w2, g.w2);

@@ -14,10 +14,10 @@ std::vector<float> rotary_frequencies(int dim, double base, const Yarn* yarn) {
   PLUMB_CHECK(dim >= 0 && dim % 2 == 0);
   std::vector<double> w(dim / 2);
   for (int j = 0; j < dim / 2; ++j) w[j] = std::pow(base, -2.0 * j / dim);
-  if (yarn != nullptr && yarn->original_length > 0) {
+  if (yarn != nullptr && yarn->original_max_position_embeddings > 0) {
     // Pair number at which `rotations` full turns fit into the original length.
     const auto pair_of = [&](double rotations) {
-      return dim * std::log(yarn->original_length / (rotations * 2 * std::numbers::pi)) / (2 * std::log(base));
+      return dim * std::log(yarn->original_max_position_embeddings / (rotations * 2 * std::numbers::pi)) / (2 * std::log(base));
     };
     const double lo = std::max(std::floor(pair_of(yarn->beta_fast)), 0.0);
     const double hi = std::min(std::ceil(pair_of(yarn->beta_slow)), dim - 1.0);

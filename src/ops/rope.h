@@ -3,14 +3,9 @@
 #include <vector>
 
 #include "base/tensor.h"
+#include "config/model_config.h"
 
-namespace plumb {
-
-struct Yarn {
-  double factor, original_length, beta_fast, beta_slow;
-};
-
-namespace ops {
+namespace plumb::ops {
 
 // Angular frequency of each of dim/2 pairs; yarn = nullptr: plain base^(-2j/dim).
 std::vector<float> rotary_frequencies(int dim, double base, const Yarn* yarn);
@@ -24,5 +19,4 @@ void rotate(float* x, int64_t rows, int64_t vectors, int64_t width, const std::v
 // and backward.
 void hadamard(float* x, int64_t rows, int64_t n);
 
-}  // namespace ops
-}  // namespace plumb
+}  // namespace plumb::ops
