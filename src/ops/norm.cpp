@@ -1,0 +1,73 @@
+#include "ops/norm.h"
+
+#include <cmath>
+#include <vector>
+
+#include "base/error.h"
+#include "base/parallel.h"
+#include "ops/vector_math.h"
+
+namespace plumb::ops {
+namespace {
+
+// (mean(x^2) + eps)^(-1/2): FP32 sum, the root in FP64 and rounded once.
+float inverse_rms(const float* x, int64_t width, float eps) {
+  const float mean = dot(x, x, width) / static_cast<float>(width) + eps;
+  return static_cast<float>(1.0 / std::sqrt(static_cast<double>(mean)));
+}
+
+void check_norm(const Tensor& x, const Tensor& weight) {
+  PLUMB_CHECK(x.dim() == 2 && x.dtype() == DType::f32, to_string(x.shape()));
+  PLUMB_CHECK(!weight.defined() || weight.shape() == Shape{x.size(1)}, to_string(weight.shape()));
+}
+
+}  // namespace
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, float eps) {
+  check_norm(x, weight);
+  const int64_t width = x.size(1);
+  Tensor y = Tensor::empty(x.shape());
+  const float* w = weight.defined() ? weight.f32() : nullptr;
+  parallel_for(x.size(0), 16, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float* in = x.f32() + r * width;
+      float* out = y.f32() + r * width;
+      const float rho = inverse_rms(in, width, eps);
+      for (int64_t i = 0; i < width; ++i) out[i] = in[i] * rho;
+      if (w != nullptr)
+        for (int64_t i = 0; i < width; ++i) out[i] *= w[i];
+    }
+  });
+  return y;
+}
+
+// With g = w * dy and xn = rho x: dx = rho (g - xn mean(g xn)), dw = sum over rows of dy xn (spec 4.2).
+Tensor rms_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& weight, float eps, const Tensor& dweight) {
+  check_norm(x, weight);
+  PLUMB_CHECK(dy.shape() == x.shape());
+  const int64_t rows = x.size(0), width = x.size(1);
+  Tensor dx = Tensor::empty(x.shape());
+  std::vector<float> rho(rows);
+  const float* w = weight.defined() ? weight.f32() : nullptr;
+  parallel_for(rows, 16, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float *in = x.f32() + r * width, *g = dy.f32() + r * width;
+      float* out = dx.f32() + r * width;
+      rho[r] = inverse_rms(in, width, eps);
+      for (int64_t i = 0; i < width; ++i) out[i] = w == nullptr ? g[i] : g[i] * w[i];
+      const float slope = dot(out, in, width) * rho[r] * rho[r] / static_cast<float>(width);
+      for (int64_t i = 0; i < width; ++i) out[i] = rho[r] * (out[i] - in[i] * slope);
+    }
+  });
+  if (!dweight.defined()) return dx;
+  PLUMB_CHECK(dweight.shape() == Shape{width});
+  parallel_for(width, 64, [&](int64_t begin, int64_t end) {  // each channel sums over the rows in order
+    for (int64_t r = 0; r < rows; ++r) {
+      const float *in = x.f32() + r * width, *g = dy.f32() + r * width;
+      for (int64_t i = begin; i < end; ++i) dweight.f32()[i] += g[i] * (in[i] * rho[r]);
+    }
+  });
+  return dx;
+}
+
+}  // namespace plumb::ops

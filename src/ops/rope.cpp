@@ -1,0 +1,77 @@
+#include "ops/rope.h"
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+
+#include "base/error.h"
+#include "base/parallel.h"
+#include "base/tensor.h"
+
+namespace plumb::ops {
+
+std::vector<float> rotary_frequencies(int dim, double base, const Yarn* yarn) {
+  PLUMB_CHECK(dim >= 0 && dim % 2 == 0);
+  std::vector<double> w(dim / 2);
+  for (int j = 0; j < dim / 2; ++j) w[j] = std::pow(base, -2.0 * j / dim);
+  if (yarn != nullptr && yarn->original_length > 0) {
+    // Pair number at which `rotations` full turns fit into the original length.
+    const auto pair_of = [&](double rotations) {
+      return dim * std::log(yarn->original_length / (rotations * 2 * std::numbers::pi)) / (2 * std::log(base));
+    };
+    const double lo = std::max(std::floor(pair_of(yarn->beta_fast)), 0.0);
+    const double hi = std::min(std::ceil(pair_of(yarn->beta_slow)), dim - 1.0);
+    for (int j = 0; j < dim / 2; ++j) {
+      const double ramp = std::clamp((j - lo) / (hi == lo ? 0.001 : hi - lo), 0.0, 1.0);
+      w[j] = w[j] / yarn->factor * ramp + w[j] * (1 - ramp);
+    }
+  }
+  return {w.begin(), w.end()};
+}
+
+void rotate(float* x, int64_t rows, int64_t vectors, int64_t width, const std::vector<int>& position,
+            const std::vector<float>& freq, bool inverse) {
+  const int64_t pairs = static_cast<int64_t>(freq.size());
+  PLUMB_CHECK(2 * pairs <= width && static_cast<int64_t>(position.size()) == rows);
+  parallel_for(rows, 8, [&](int64_t begin, int64_t end) {
+    std::vector<float> cosine(pairs), sine(pairs);
+    for (int64_t r = begin; r < end; ++r) {
+      for (int64_t j = 0; j < pairs; ++j) {
+        const float angle = static_cast<float>(position[r]) * freq[j];
+        cosine[j] = static_cast<float>(std::cos(static_cast<double>(angle)));
+        const float s = static_cast<float>(std::sin(static_cast<double>(angle)));
+        sine[j] = inverse ? -s : s;
+      }
+      for (int64_t v = 0; v < vectors; ++v) {
+        float* tail = x + (r * vectors + v + 1) * width - 2 * pairs;
+        for (int64_t j = 0; j < pairs; ++j) {
+          const float even = tail[2 * j], odd = tail[2 * j + 1];
+          tail[2 * j] = even * cosine[j] - odd * sine[j];
+          tail[2 * j + 1] = even * sine[j] + odd * cosine[j];
+        }
+      }
+    }
+  });
+}
+
+void hadamard(float* x, int64_t rows, int64_t n) {
+  PLUMB_CHECK(n > 0 && (n & (n - 1)) == 0, "width " + std::to_string(n) + " is not a power of two");
+  const float scale = static_cast<float>(1 / std::sqrt(static_cast<double>(n)));
+  parallel_for(rows, 64, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      float* row = x + r * n;
+      for (int64_t half = 1; half < n; half *= 2) {
+        for (int64_t i = 0; i < n; i += 2 * half) {
+          for (int64_t j = i; j < i + half; ++j) {
+            const float a = row[j], b = row[j + half];
+            row[j] = a + b;
+            row[j + half] = a - b;
+          }
+        }
+      }
+      for (int64_t i = 0; i < n; ++i) row[i] *= scale;
+    }
+  });
+}
+
+}  // namespace plumb::ops
