@@ -17,14 +17,15 @@ inline void store(float* p, Lanes v) { _mm256_storeu_ps(p, v); }
 inline Lanes splat(float x) { return _mm256_set1_ps(x); }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return _mm256_fmadd_ps(a, b, c); }  // a * b + c, rounded once
 
-// The first n (0..8) floats of p; the other lanes are `rest`.
-inline Lanes load_part(const float* p, int64_t n, float rest = 0) {
-  alignas(32) float v[kLanes];
-  store(v, splat(rest));
+// The first n (0..8) floats of p; the other lanes are 0.
+inline Lanes load_part(const float* p, int64_t n) {
+  if (n == kLanes) return load(p);
+  alignas(32) float v[kLanes] = {};
   std::memcpy(v, p, sizeof(float) * n);
   return load(v);
 }
 inline void store_part(float* p, Lanes x, int64_t n) {
+  if (n == kLanes) return store(p, x);
   alignas(32) float v[kLanes];
   store(v, x);
   std::memcpy(p, v, sizeof(float) * n);

@@ -1,0 +1,161 @@
+#include "ops/key_products.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/error.h"
+#include "base/parallel.h"
+#include "ops/vector_math.h"
+
+namespace plumb::ops {
+namespace {
+
+// Heads x 4 keys at a time: eight chains in flight hide the latency of the multiply-adds.
+template <int Heads>
+void score_tile(const float* q, int64_t width, const float* const* key, float* s) {
+  Lanes sum[Heads][4];
+#pragma GCC unroll 2
+  for (int h = 0; h < Heads; ++h)
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) sum[h][k] = splat(0);
+  for (int64_t i = 0; i < width; i += kLanes) {
+    Lanes a[Heads];
+#pragma GCC unroll 2
+    for (int h = 0; h < Heads; ++h) a[h] = load(q + h * width + i);
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+      const Lanes b = load(key[k] + i);
+#pragma GCC unroll 2
+      for (int h = 0; h < Heads; ++h) sum[h][k] = fma(a[h], b, sum[h][k]);
+    }
+  }
+#pragma GCC unroll 2
+  for (int h = 0; h < Heads; ++h)
+    _mm_storeu_ps(s + h * kKeyBlock, sum_lanes4(sum[h][0], sum[h][1], sum[h][2], sum[h][3]));
+}
+
+// Heads x (8 * Vectors) channels at a time, over all keys of the block.
+template <int Heads, int Vectors>
+void weighted_tile(const float* p, int64_t width, const float* keys, const int* row, int n, float* o) {
+  Lanes sum[Heads][Vectors];
+#pragma GCC unroll 4
+  for (int h = 0; h < Heads; ++h)
+#pragma GCC unroll 2
+    for (int v = 0; v < Vectors; ++v) sum[h][v] = load(o + h * width + v * kLanes);
+  for (int i = 0; i < n; ++i) {
+    const float* key = keys + row[i] * width;
+    Lanes b[Vectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < Vectors; ++v) b[v] = load(key + v * kLanes);
+#pragma GCC unroll 4
+    for (int h = 0; h < Heads; ++h) {
+      const Lanes a = splat(p[h * kKeyBlock + i]);
+#pragma GCC unroll 2
+      for (int v = 0; v < Vectors; ++v) sum[h][v] = fma(a, b[v], sum[h][v]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int h = 0; h < Heads; ++h)
+#pragma GCC unroll 2
+    for (int v = 0; v < Vectors; ++v) store(o + h * width + v * kLanes, sum[h][v]);
+}
+
+template <int Heads>
+void weighted_heads(const float* p, int64_t width, const float* keys, const int* row, int n, float* o) {
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= width; i += 2 * kLanes) weighted_tile<Heads, 2>(p, width, keys + i, row, n, o + i);
+  for (; i < width; i += kLanes) weighted_tile<Heads, 1>(p, width, keys + i, row, n, o + i);
+}
+
+// One key, 8 * Vectors channels, all its uses.
+template <int Vectors>
+void use_tile(const KeyUses& uses, int64_t key, const float* weight, const float* x, int64_t heads, int64_t width,
+              float* d_key) {
+  Lanes sum[Vectors];
+#pragma GCC unroll 8
+  for (int v = 0; v < Vectors; ++v) sum[v] = load(d_key + v * kLanes);
+  for (int u = uses.begin[key]; u < uses.begin[key + 1]; ++u) {
+    const float *w = weight + uses.item[u] * heads, *from = x + uses.row[u] * heads * width;
+    for (int64_t h = 0; h < heads; ++h) {
+      const Lanes a = splat(w[h]);
+#pragma GCC unroll 8
+      for (int v = 0; v < Vectors; ++v) sum[v] = fma(a, load(from + h * width + v * kLanes), sum[v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int v = 0; v < Vectors; ++v) store(d_key + v * kLanes, sum[v]);
+}
+
+}  // namespace
+
+Tensor padded_to_lanes(const Tensor& x) {
+  const int64_t width = x.size(-1);
+  if (width % kLanes == 0) return x;
+  Shape shape = x.shape();
+  shape.back() = (width + kLanes - 1) / kLanes * kLanes;
+  Tensor wide = Tensor::zeros(shape);
+  for (int64_t r = 0; r < x.numel() / width; ++r)
+    std::memcpy(wide.f32() + r * shape.back(), x.f32() + r * width, sizeof(float) * width);
+  return wide;
+}
+
+void add_unpadded(const Tensor& from, const Tensor& to) {
+  const int64_t wide = from.size(-1), width = to.size(-1);
+  for (int64_t r = 0; r < to.numel() / width; ++r)
+    for (int64_t i = 0; i < width; ++i) to.f32()[r * width + i] += from.f32()[r * wide + i];
+}
+
+void key_scores(const float* q, int64_t heads, int64_t width, const float* keys, const int* row, int n, float* s) {
+  for (int k = 0; k < n; k += 4) {
+    const float* key[4];
+    for (int j = 0; j < 4; ++j) key[j] = keys + row[std::min(k + j, n - 1)] * width;
+    int64_t h = 0;
+    for (; h + 2 <= heads; h += 2) score_tile<2>(q + h * width, width, key, s + h * kKeyBlock + k);
+    if (h < heads) score_tile<1>(q + h * width, width, key, s + h * kKeyBlock + k);
+  }
+}
+
+void add_weighted_keys(const float* p, int64_t heads, int64_t width, const float* keys, const int* row, int n,
+                       float* o) {
+  int64_t h = 0;
+  for (; h + 4 <= heads; h += 4) weighted_heads<4>(p + h * kKeyBlock, width, keys, row, n, o + h * width);
+  for (; h < heads; ++h) weighted_heads<1>(p + h * kKeyBlock, width, keys, row, n, o + h * width);
+}
+
+KeyUses transpose_lists(const KeyLists& lists, int first, int last, int64_t keys) {
+  KeyUses uses;
+  const int base = lists.begin[first], count = lists.begin[last] - base;
+  uses.begin.assign(keys + 1, 0);
+  uses.row.resize(count);
+  uses.item.resize(count);
+  for (int i = 0; i < count; ++i) ++uses.begin[lists.row[base + i] + 1];
+  for (int64_t k = 0; k < keys; ++k) uses.begin[k + 1] += uses.begin[k];
+  std::vector<int> next(uses.begin.begin(), uses.begin.end() - 1);
+  for (int r = first; r < last; ++r) {
+    for (int i = lists.begin[r]; i < lists.begin[r + 1]; ++i) {
+      const int at = next[lists.row[i]]++;
+      uses.row[at] = r;
+      uses.item[at] = i - base;
+    }
+  }
+  return uses;
+}
+
+void add_uses(const KeyUses& uses, const float* weight, const float* x, int64_t heads, int64_t width, float* d_keys) {
+  parallel_for(static_cast<int64_t>(uses.begin.size()) - 1, 4, [&](int64_t begin, int64_t end) {
+    for (int64_t key = begin; key < end; ++key) {
+      if (uses.begin[key] == uses.begin[key + 1]) continue;
+      float* d_key = d_keys + key * width;
+      int64_t i = 0;
+      for (; i + 8 * kLanes <= width; i += 8 * kLanes) use_tile<8>(uses, key, weight, x + i, heads, width, d_key + i);
+      for (; i < width; i += kLanes) use_tile<1>(uses, key, weight, x + i, heads, width, d_key + i);
+    }
+  });
+}
+
+void check_lists(const KeyLists& lists, int64_t rows, int64_t keys) {
+  PLUMB_CHECK(lists.size() == rows, std::to_string(lists.size()) + " lists for " + std::to_string(rows) + " rows");
+  for (int row : lists.row) PLUMB_CHECK(row >= 0 && row < keys, "key " + std::to_string(row));
+}
+
+}  // namespace plumb::ops
