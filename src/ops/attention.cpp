@@ -33,9 +33,9 @@ Problem make_problem(const Tensor& q, const Tensor& keys, const KeyLists& lists,
   return {wide, padded_to_lanes(keys), lists, sink.f32(), wide.size(0), wide.size(1), wide.size(2), scale};
 }
 
-// Scores of n keys -> s times scale, -inf after them up to a whole vector.
+// s *= scale for n scores; -inf after them up to a whole vector.
 void scale_scores(float* s, int n, float scale) {
-  for (int i = 0; i < n; ++i) s[i] *= scale;
+  for (int i = 0; i < n; i += kLanes) store(s + i, load(s + i) * splat(scale));
   for (int i = n; i % kLanes != 0; ++i) s[i] = kNone;
 }
 
@@ -49,15 +49,15 @@ float largest(const float* s, int n) {
 float exponentials(float* s, int n, float shift) {
   Lanes sum = splat(0);
   for (int i = 0; i < n; i += kLanes) {
-    const Lanes p = exp(_mm256_sub_ps(load(s + i), splat(shift)));
+    const Lanes p = exp(load(s + i) - splat(shift));
     store(s + i, p);
-    sum = _mm256_add_ps(sum, p);
+    sum += p;
   }
   return sum_lanes(sum);
 }
 
 void multiply(float* x, int64_t n, float factor) {
-  for (int64_t i = 0; i < n; i += kLanes) store(x + i, _mm256_mul_ps(load(x + i), splat(factor)));
+  for (int64_t i = 0; i < n; i += kLanes) store(x + i, load(x + i) * splat(factor));
 }
 
 // log(denominator * e^top + e^sink) without overflow.
@@ -102,7 +102,7 @@ void attend_row(const Problem& a, int64_t r, Numerics numerics, RowScratch& scra
   }
   for (int64_t h = 0; h < a.heads; ++h) {
     const float total = scratch.denominator[h] + exp1(a.sink[h] - scratch.top[h]);
-    for (int64_t i = 0; i < a.width; ++i) o[h * a.width + i] /= total;
+    for (float* x = o + h * a.width; x < o + (h + 1) * a.width; x += kLanes) store(x, load(x) / splat(total));
     lse[h] = log_sum(scratch.top[h], scratch.denominator[h], a.sink[h]);
   }
 }
@@ -135,7 +135,7 @@ void row_backward(const Problem& a, int64_t r, const float* d_o, const float* o,
       float *ph = p + h * kKeyBlock, *dh = dp + h * kKeyBlock;
       scale_scores(ph, n, a.scale);
       exponentials(ph, n, lse[h]);
-      for (int i = 0; i < n; ++i) dh[i] = ph[i] * (dh[i] - d[h]) * a.scale;
+      for (int i = 0; i < n; i += kLanes) store(dh + i, load(ph + i) * (load(dh + i) - splat(d[h])) * splat(a.scale));
     }
     add_weighted_keys(dp, a.heads, a.width, a.keys.f32(), row, n, dq);
     for (int i = 0; i < n; ++i, ++item) {

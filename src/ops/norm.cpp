@@ -33,9 +33,10 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, float eps) {
       const float* in = x.f32() + r * width;
       float* out = y.f32() + r * width;
       const float rho = inverse_rms(in, width, eps);
-      for (int64_t i = 0; i < width; ++i) out[i] = in[i] * rho;
-      if (w != nullptr)
-        for (int64_t i = 0; i < width; ++i) out[i] *= w[i];
+      for_lanes(width, [&](int64_t i, int64_t n) {
+        const Lanes normed = load_part(in + i, n) * splat(rho);
+        store_part(out + i, w == nullptr ? normed : normed * load_part(w + i, n), n);
+      });
     }
   });
   return y;
@@ -54,17 +55,26 @@ Tensor rms_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& weight
       const float *in = x.f32() + r * width, *g = dy.f32() + r * width;
       float* out = dx.f32() + r * width;
       rho[r] = inverse_rms(in, width, eps);
-      for (int64_t i = 0; i < width; ++i) out[i] = w == nullptr ? g[i] : g[i] * w[i];
+      for_lanes(width, [&](int64_t i, int64_t n) {
+        const Lanes part = load_part(g + i, n);
+        store_part(out + i, w == nullptr ? part : part * load_part(w + i, n), n);
+      });
       const float slope = dot(out, in, width) * rho[r] * rho[r] / static_cast<float>(width);
-      for (int64_t i = 0; i < width; ++i) out[i] = rho[r] * (out[i] - in[i] * slope);
+      for_lanes(width, [&](int64_t i, int64_t n) {
+        store_part(out + i, splat(rho[r]) * (load_part(out + i, n) - load_part(in + i, n) * splat(slope)), n);
+      });
     }
   });
   if (!dweight.defined()) return dx;
   PLUMB_CHECK(dweight.shape() == Shape{width});
   parallel_for(width, 64, [&](int64_t begin, int64_t end) {  // each channel sums over the rows in order
+    float* dw = dweight.f32() + begin;
     for (int64_t r = 0; r < rows; ++r) {
-      const float *in = x.f32() + r * width, *g = dy.f32() + r * width;
-      for (int64_t i = begin; i < end; ++i) dweight.f32()[i] += g[i] * (in[i] * rho[r]);
+      const float *in = x.f32() + r * width + begin, *g = dy.f32() + r * width + begin;
+      for_lanes(end - begin, [&](int64_t i, int64_t n) {
+        const Lanes normed = load_part(in + i, n) * splat(rho[r]);
+        store_part(dw + i, fma(load_part(g + i, n), normed, load_part(dw + i, n)), n);
+      });
     }
   });
   return dx;

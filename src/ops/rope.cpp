@@ -6,9 +6,34 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
-#include "base/tensor.h"
+#include "ops/vector_math.h"
 
 namespace plumb::ops {
+namespace {
+
+// The butterflies (a, b) -> (a + b, a - b) of distance half, 2 half, ... n / 2.
+void butterflies(float* row, int64_t n, int64_t half) {
+  for (; half < n; half *= 2) {
+    for (int64_t i = 0; i < n; i += 2 * half) {
+      for_lanes(half, [&](int64_t j, int64_t count) {
+        float *first = row + i + j, *second = first + half;
+        const Lanes a = load_part(first, count), b = load_part(second, count);
+        store_part(first, a + b, count);
+        store_part(second, a - b, count);
+      });
+    }
+  }
+}
+
+// Distances 1, 2 and 4 inside a vector: each lane meets its partner, negated where it is the second of the two.
+Lanes butterflies_of_8(Lanes x) {
+  const float p = 0.0f, m = -0.0f;  // masks of the sign bit
+  x = _mm256_permute_ps(x, 0b10110001) + _mm256_xor_ps(x, _mm256_setr_ps(p, m, p, m, p, m, p, m));
+  x = _mm256_permute_ps(x, 0b01001110) + _mm256_xor_ps(x, _mm256_setr_ps(p, p, m, m, p, p, m, m));
+  return _mm256_permute2f128_ps(x, x, 1) + _mm256_xor_ps(x, _mm256_setr_ps(p, p, p, p, m, m, m, m));
+}
+
+}  // namespace
 
 std::vector<float> rotary_frequencies(int dim, double base, const Yarn* yarn) {
   PLUMB_CHECK(dim >= 0 && dim % 2 == 0);
@@ -60,16 +85,14 @@ void hadamard(float* x, int64_t rows, int64_t n) {
   parallel_for(rows, 64, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
       float* row = x + r * n;
-      for (int64_t half = 1; half < n; half *= 2) {
-        for (int64_t i = 0; i < n; i += 2 * half) {
-          for (int64_t j = i; j < i + half; ++j) {
-            const float a = row[j], b = row[j + half];
-            row[j] = a + b;
-            row[j + half] = a - b;
-          }
-        }
+      if (n < kLanes) {
+        butterflies(row, n, 1);
+      } else {
+        for (int64_t i = 0; i < n; i += kLanes) store(row + i, butterflies_of_8(load(row + i)));
+        butterflies(row, n, kLanes);
       }
-      for (int64_t i = 0; i < n; ++i) row[i] *= scale;
+      for_lanes(
+          n, [&](int64_t i, int64_t count) { store_part(row + i, load_part(row + i, count) * splat(scale), count); });
     }
   });
 }

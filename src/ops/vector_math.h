@@ -10,7 +10,7 @@
 namespace plumb::ops {
 
 constexpr int64_t kLanes = 8;
-using Lanes = __m256;
+using Lanes = __m256;  // + - * / work lane by lane
 
 inline Lanes load(const float* p) { return _mm256_loadu_ps(p); }
 inline void store(float* p, Lanes v) { _mm256_storeu_ps(p, v); }
@@ -29,6 +29,15 @@ inline void store_part(float* p, Lanes x, int64_t n) {
   alignas(32) float v[kLanes];
   store(v, x);
   std::memcpy(p, v, sizeof(float) * n);
+}
+
+// f(i, n) for each run of lanes [i, i + n) of [0, size): n is 8, at the end perhaps less. For elementwise loops, with
+// load_part and store_part.
+template <class F>
+inline void for_lanes(int64_t size, F f) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) f(i, kLanes);
+  if (i < size) f(i, size - i);
 }
 
 // ((l0+l1)+(l2+l3)) + ((l4+l5)+(l6+l7)), of four vectors at once: lane i of the result belongs to argument i.
@@ -57,7 +66,7 @@ inline float dot(const float* a, const float* b, int64_t n) {
   }
   for (; i + 8 <= n; i += 8) s0 = fma(load(a + i), load(b + i), s0);
   if (i < n) s1 = fma(load_part(a + i, n - i), load_part(b + i, n - i), s1);
-  return sum_lanes(_mm256_add_ps(_mm256_add_ps(s0, s1), _mm256_add_ps(s2, s3)));
+  return sum_lanes((s0 + s1) + (s2 + s3));
 }
 
 // e^x, error below 1.1 ulp over the whole range, subnormal results included; e^-inf = 0, overflow gives inf, NaN stays
@@ -65,17 +74,17 @@ inline float dot(const float* a, const float* b, int64_t n) {
 // ulp), then 2^n in two factors, so that results below 2^-126 are rounded once.
 inline Lanes exp(Lanes x) {
   x = _mm256_max_ps(splat(-105), _mm256_min_ps(splat(89), x));  // NaN passes: it is the second operand of both
-  const Lanes n = _mm256_round_ps(_mm256_mul_ps(x, splat(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Lanes n = _mm256_round_ps(x * splat(1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   Lanes r = fma(n, splat(-0.693145752f), x);  // ln 2 in two parts; the first has few bits: the product is exact
   r = fma(n, splat(-1.42860677e-6f), r);
   Lanes q = splat(1.0f / 5040);
   for (float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 1.0f / 2}) q = fma(q, r, splat(c));
-  const Lanes e = _mm256_add_ps(splat(1), fma(_mm256_mul_ps(r, r), q, r));
+  const Lanes e = splat(1) + fma(r * r, q, r);
   const __m256i power = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(power, 1);
   const auto two_to = [](__m256i k) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(k, _mm256_set1_epi32(127)), 23));
   };
-  return _mm256_mul_ps(_mm256_mul_ps(e, two_to(half)), two_to(_mm256_sub_epi32(power, half)));
+  return e * two_to(half) * two_to(_mm256_sub_epi32(power, half));
 }
 inline float exp1(float x) { return _mm256_cvtss_f32(exp(splat(x))); }
 
