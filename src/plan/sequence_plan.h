@@ -65,9 +65,11 @@ struct PlanShape {
 SequencePlan plan_documents(const PlanShape& shape, const std::vector<std::vector<int>>& documents);
 
 // Where the rows of one growing sequence live in a cache: plain slots, one a position.
-//   key slot of position t      = key_base + t mod key_capacity     (key_capacity >= window + rows of a step - 1)
+//   key slot of position t      = key_base + t mod key_capacity
 //   entry slot of entry i       = {csa,hca}_base + i
 //   pending slot of position t  = pending_base + t mod (slots of the ratio)
+// key_capacity >= window + rows of a step - 1, or >= the whole sequence: a step must not overwrite what its rows look
+// at.
 struct CacheSlots {
   int key_base = 0, key_capacity = 0;
   int csa_base = 0, hca_base = 0;

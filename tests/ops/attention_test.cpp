@@ -9,6 +9,7 @@
 #include "base/error.h"
 #include "base/float_formats.h"
 #include "ops/attention_fixtures.h"
+#include "ops/indexer.h"
 
 namespace plumb::ops {
 namespace {
@@ -284,6 +285,42 @@ TEST(Attention, RowBitsDependOnTheRowAlone) {
       const AttentionResult one = sparse_attention(p.q.rows(r, r + 1), moved, lists_of({place}), p.sink, numerics);
       EXPECT_TRUE(same_bits(one.o, all.o.rows(r, r + 1))) << r;
       EXPECT_TRUE(same_bits(one.lse, all.lse.rows(r, r + 1))) << r;
+    }
+  }
+}
+
+// The keys of a sequence in a ring and its entries in slots, step by step, give the bits of the whole document at once.
+TEST(Attention, CachedStepsEqualTheWholeDocumentOnBits) {
+  const int length = 150, heads = 2, width = 16, topk = 5;
+  const PlanShape shape{16, 4, 0};
+  const SequencePlan whole = plan_documents(shape, {std::vector<int>(length)});
+  const Tensor q = random_tensor({length, heads, width}, 1), sink = random_tensor({heads}, 2);
+  const Tensor keys = random_tensor({length + whole.csa.entries, width}, 3);
+  const Tensor iq = random_tensor({length, heads, 8}, 4), iw = random_tensor({length, heads}, 5);
+  const Tensor ik = random_tensor({whole.csa.entries, 8}, 6);
+  const KeyLists chosen = select_entries(iq, iw, ik, whole.csa.visible, topk);
+  const Tensor want = sparse_attention(q, keys, merge_keys(whole.window, chosen, length), sink, Numerics::released).o;
+  for (int chunk : {1, 3, 4, 17, 64}) {
+    const CacheShape cache{16 + chunk - 1 + 2, whole.csa.entries + 1, 0};
+    const CacheSlots slots{2, 16 + chunk - 1, 1, 0, 0, 0};
+    const Tensor buffer = Tensor::full({cache.key_rows + cache.csa_entries, width}, NAN);
+    const Tensor index = Tensor::full({cache.csa_entries, 8}, NAN);
+    for (int done = 0; done < length; done += chunk) {
+      const int n = std::min(chunk, length - done);
+      const SequencePlan step = plan_cached_step(shape, cache, {slots}, {done}, {std::vector<int>(n)}, true);
+      for (int r = 0; r < n; ++r)
+        std::copy_n(keys.f32() + (done + r) * width, width, buffer.f32() + step.key_slot[r] * width);
+      for (int i = 0; i < step.csa.new_entries(); ++i) {
+        const int entry = step.csa.position[i] / 4, slot = step.csa.slot[i];
+        std::copy_n(keys.f32() + (length + entry) * width, width, buffer.f32() + (cache.key_rows + slot) * width);
+        std::copy_n(ik.f32() + entry * 8, 8, index.f32() + slot * 8);
+      }
+      const KeyLists picks =
+          select_entries(iq.rows(done, done + n), iw.rows(done, done + n), index, step.csa.visible, topk);
+      const Tensor o = sparse_attention(q.rows(done, done + n), buffer, merge_keys(step.window, picks, step.key_rows),
+                                        sink, Numerics::released)
+                           .o;
+      ASSERT_TRUE(same_bits(o, want.rows(done, done + n))) << "chunk " << chunk << " at " << done;
     }
   }
 }
