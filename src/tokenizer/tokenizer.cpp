@@ -75,11 +75,18 @@ Tokenizer::State::State(TokenizerFile file, std::string file_name)
     }
     bpe.byte_token[byte] = found->second;
   }
+  for (size_t rank = 0; rank < file.merges.size(); ++rank) {
+    const Token& token = tokens[file.merges[rank].result];
+    if (!token.special) continue;
+    fail(fmt::format("{}: model.merges[{}]", name, rank),
+         fmt::format("makes the special token {:?}, so that ordinary text could become it", token.spelling),
+         "train the vocabulary on texts without control tokens");
+  }
   bpe.merges = MergeTable(file.merges);
   if (file.ignore_merges) {
-    // Without control tokens: a word that a user typed must not become one.
+    // Without added tokens: a word that a user typed must not become one.
     for (int32_t id = 0; id < file.model_size; ++id) {
-      if (!tokens[id].spelling.empty() && !tokens[id].special) bpe.whole_words.emplace(tokens[id].bytes, id);
+      if (!tokens[id].spelling.empty() && !tokens[id].added) bpe.whole_words.emplace(tokens[id].bytes, id);
     }
   }
   for (const SplitStep& step : file.splits) {

@@ -65,8 +65,7 @@ std::string error_of(const json& file) {
   return "no error";
 }
 
-// ---- UTF-8 and alphabets
-// ---------------------------------------------------------------------------------------------
+// ---- UTF-8 and alphabets -------------------------------------------------------------------------
 
 std::string lossy(std::string_view bytes) {
   std::string out;
@@ -109,8 +108,7 @@ TEST(Unicode, ByteAlphabetIsTheOneOfGpt2) {
   EXPECT_FALSE(bytes_of_spelling("a b"));
 }
 
-// ---- Splitting
-// -------------------------------------------------------------------------------------------------------
+// ---- Splitting -----------------------------------------------------------------------------------
 
 std::vector<std::string> split(const std::string& pattern, std::string_view text) {
   std::vector<std::string_view> pieces;
@@ -142,8 +140,7 @@ TEST(Split, RefusesWhatTheTwoEnginesReadDifferently) {
   }
 }
 
-// ---- Merging
-// ---------------------------------------------------------------------------------------------------------
+// ---- Merging -------------------------------------------------------------------------------------
 
 // The definition: apply the lowest rank, leftmost first, until nothing merges.
 Ids merge_by_definition(const std::vector<Merge>& merges, Ids ids) {
@@ -213,25 +210,28 @@ TEST(Bpe, BothSpellingsOfMergesAndIgnoreMerges) {
   file["model"]["ignore_merges"] = true;
   EXPECT_EQ(make(file).encode("xyz", false), Ids{258});
   EXPECT_EQ(make(file).encode("xyza", false), (Ids{'x', 'y', 'z', 'a'}));
+  add_token(file, "xyz", {{"id", 258}});
+  EXPECT_EQ(make(file).encode("xyz", true), Ids{258});
+  EXPECT_EQ(make(file).encode("xyz", false), (Ids{'x', 'y', 'z'}));  // typed by a user
 }
 
 TEST(Bpe, ThreadsThatShareATokenizerGetTheSameIds) {
-  const Tokenizer t = make(small_file({{"a", "b"}, {"b", "a"}, {"ab", "a"}, {"c", "ab"}}));
+  const json file = small_file({{"a", "b"}, {"b", "a"}, {"ab", "a"}, {"c", "ab"}});
+  const Tokenizer t = make(file);
   std::mt19937 random(3);
   std::string text;
   for (int i = 0; i < 200'000; ++i) text += " abc"[random() % 4];
   Ids expected;
-  for (size_t at = 0; at < text.size();
-       at += 1000) {  // fresh tokenizer: nothing remembered from the other order of words
-    const Ids part = t.encode(text.substr(at, 1000), false);
+  for (size_t at = 0; at < text.size(); at += 10'000) {  // by tokenizers that remember nothing from each other
+    const Ids part = make(file).encode(text.substr(at, 10'000), false);
     expected.insert(expected.end(), part.begin(), part.end());
   }
   std::vector<Ids> got(4);
   std::vector<std::jthread> threads;
   for (Ids& ids : got) {
     threads.emplace_back([&] {
-      for (size_t at = 0; at < text.size(); at += 1000) {
-        const Ids part = t.encode(text.substr(at, 1000), false);
+      for (size_t at = 0; at < text.size(); at += 10'000) {
+        const Ids part = t.encode(text.substr(at, 10'000), false);
         ids.insert(ids.end(), part.begin(), part.end());
       }
     });
@@ -240,8 +240,7 @@ TEST(Bpe, ThreadsThatShareATokenizerGetTheSameIds) {
   for (const Ids& ids : got) EXPECT_EQ(ids, expected);
 }
 
-// ---- Added tokens
-// ----------------------------------------------------------------------------------------------------
+// ---- Added tokens --------------------------------------------------------------------------------
 
 TEST(AddedTokens, AreFoundOnlyWhenAskedFor) {
   json file = small_file({});
@@ -279,8 +278,7 @@ TEST(AddedTokens, FlagsDecideWhereTheyMatch) {
   EXPECT_EQ(t.encode("[l]<", true), (Ids{'[', 'l', 1003}));  // tokens that are not normalized come first
 }
 
-// ---- Streams
-// ---------------------------------------------------------------------------------------------------------
+// ---- Streams -------------------------------------------------------------------------------------
 
 TEST(StreamDecoder, GivesWholeCharactersAndTheTextOfDecode) {
   const Tokenizer t = make(small_file({}));
@@ -313,8 +311,7 @@ TEST(StreamDecoder, GivesWholeCharactersAndTheTextOfDecode) {
   EXPECT_EQ(pieces({0xF0, 0x9F}), (List{"", "", "\uFFFD"}));
 }
 
-// ---- Errors
-// ----------------------------------------------------------------------------------------------------------
+// ---- Errors --------------------------------------------------------------------------------------
 
 TEST(TokenizerErrors, NameTheKey) {
   const json good = small_file({{"a", "b"}});
@@ -352,6 +349,9 @@ TEST(TokenizerErrors, NameTheKey) {
   add_token(added, "<x>");
   added["added_tokens"][0]["id"] = 3;
   EXPECT_NE(error_of(added).find("added_tokens[0]"), std::string::npos);
+  added = good;
+  add_token(added, "ab", {{"id", 256}, {"special", true}});
+  EXPECT_NE(error_of(added).find("model.merges[0]"), std::string::npos);
   EXPECT_THROW(Tokenizer::parse("{", "test.json"), Error);
   EXPECT_THROW(Tokenizer::load("/nonexistent/tokenizer.json"), Error);
 }

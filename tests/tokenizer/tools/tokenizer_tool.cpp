@@ -29,6 +29,7 @@ std::string answer(const Tokenizer& tokenizer, const std::string& mode, std::str
 
 int run(const std::string& file, const std::string& mode) {
   const Tokenizer tokenizer = Tokenizer::load(file);
+  std::ios::sync_with_stdio(false);
   const std::string input{std::istreambuf_iterator<char>(std::cin), {}};
   for (size_t at = 0; at + 4 <= input.size();) {
     uint32_t size;
