@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "tokenizer/chat_render.h"
+#include "tokenizer/tokenizer.h"
 
 namespace plumb {
 
@@ -18,6 +19,8 @@ struct ChatTokenizer {
   std::function<std::optional<int32_t>(std::string_view)> token_to_id;
   std::function<std::string(int32_t)> id_to_bytes;  // what the token adds to a text; may be part of a character
 };
+
+ChatTokenizer chat_tokenizer(const Tokenizer& tokenizer);  // shares its vocabulary
 
 struct ChatTokens {
   std::vector<int32_t> ids;
