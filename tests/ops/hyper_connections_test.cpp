@@ -49,7 +49,10 @@ TEST(HyperConnections, ZeroLogits) {  // spec A16
   HyperWeights w{Tensor::zeros({24, kStreams * kWidth}), Tensor::zeros({24}), Tensor::full({3}, 1)};
   HyperMix mix;
   hyper_pre(randn({3, kStreams, kWidth}, 1), w, kOptions, mix);
-  for (int i = 0; i < 12; ++i) EXPECT_NEAR(mix.pre.f32()[i], .500001f, 1e-7f), EXPECT_EQ(mix.post.f32()[i], 1);
+  for (int i = 0; i < 12; ++i) {
+    EXPECT_NEAR(mix.pre.f32()[i], .500001f, 1e-7f);
+    EXPECT_EQ(mix.post.f32()[i], 1);
+  }
   for (int i = 0; i < 48; ++i) EXPECT_NEAR(mix.comb.f32()[i], .25f, 1e-6f);
 }
 
