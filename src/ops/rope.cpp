@@ -42,7 +42,8 @@ std::vector<float> rotary_frequencies(int dim, double base, const Yarn* yarn) {
   if (yarn != nullptr && yarn->original_max_position_embeddings > 0) {
     // Pair number at which `rotations` full turns fit into the original length.
     const auto pair_of = [&](double rotations) {
-      return dim * std::log(yarn->original_max_position_embeddings / (rotations * 2 * std::numbers::pi)) / (2 * std::log(base));
+      return dim * std::log(yarn->original_max_position_embeddings / (rotations * 2 * std::numbers::pi)) /
+             (2 * std::log(base));
     };
     const double lo = std::max(std::floor(pair_of(yarn->beta_fast)), 0.0);
     const double hi = std::min(std::ceil(pair_of(yarn->beta_slow)), dim - 1.0);
