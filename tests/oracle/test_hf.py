@@ -63,11 +63,11 @@ def test_logits_and_gradients(models, tmp_path, name, length, gradients):
     want = hf_model.released_gradients(model)
     assert len(want) > 30
     trained = {k.removeprefix("grad."): v for k, v in ours.items() if k.startswith("grad.")}
-    missing = [k for k in trained if k not in want and ".indexer." not in k]
-    assert not missing and all(k in trained for k in want), missing
+    assert all(k in trained for k in want)
     for k, g in want.items():
         scale = g.norm().item()
-        assert (trained[k] - g).norm().item() <= 1e-3 * scale + 1e-9, (k, scale)
-    for k, g in trained.items():  # the language-model loss never reaches the indexer
-        if ".indexer." in k:
+        assert (trained[k] - g).norm().item() <= 1e-3 * scale + 1e-7, (k, scale)  # 1e-7: gradients that are zero in exact arithmetic
+    for k, g in trained.items():  # the indexer never, a compressor without a complete window, an expert without a row
+        if k not in want:
+            assert ".indexer." in k or (".compressor." in k and length < 16), k
             assert g.abs().max() == 0, k
