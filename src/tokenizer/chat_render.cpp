@@ -14,8 +14,7 @@ namespace {
 
 using namespace chat_format;
 
-// ---- From messages to turns
-// ----------------------------------------------------------------------------------------------
+// ---- From messages to turns ----------------------------------------------------------------------------------------
 
 struct Part {
   const std::string* call_id;  // null for text of the user
@@ -84,8 +83,7 @@ int last_question(const std::vector<Turn>& turns) {
   return k;
 }
 
-// ---- From turns to pieces
-// ------------------------------------------------------------------------------------------------
+// ---- From turns to pieces ------------------------------------------------------------------------------------------
 
 class Writer {
  public:

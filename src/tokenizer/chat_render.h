@@ -17,9 +17,11 @@ struct ChatPiece {
 };
 
 // The conversation up to its last message. After a user turn the header of the assistant's turn follows; a conversation
-// that ends with an assistant turn ends with its end-of-sentence token (the form of a training sample). Ordinary text
-// is cut only by control tokens and where `target` changes, so that its tokens are those of the whole text. Error:
-// effort unknown to the profile; arguments of a call that are no JSON object (see ChatOptions).
+// that ends with an assistant turn ends with its end-of-sentence token (the form of a training sample).
+//
+// Ordinary text is cut only by control tokens and where `target` changes.
+//
+// Error: effort unknown to the profile; arguments of a call that are no JSON object (see ChatOptions).
 std::vector<ChatPiece> render_chat(const std::vector<Message>& messages, const ChatOptions& options);
 
 // The same, always ending where the model is to speak: a header is added after a finished assistant turn, a final

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "tokenizer/chat_format.h"
+#include "tokenizer/unicode.h"
 
 namespace plumb {
 namespace {
@@ -19,13 +20,8 @@ bool is_delta(Kind k) {
 
 // Bytes at the end of s that begin a UTF-8 character without finishing it.
 size_t unfinished_character(std::string_view s) {
-  for (size_t n = 1; n <= std::min<size_t>(3, s.size()); ++n) {
-    unsigned char c = s[s.size() - n];
-    if (c < 0x80) return 0;
-    if (c < 0xC0) continue;
-    size_t length = c >= 0xF0 ? 4 : c >= 0xE0 ? 3 : 2;
-    return length > n ? n : 0;
-  }
+  for (size_t n = 1; n <= std::min<size_t>(3, s.size()); ++n)
+    if (first_utf8_unit(s.substr(s.size() - n)).kind == Utf8Unit::incomplete) return n;
   return 0;
 }
 
@@ -52,8 +48,7 @@ struct ChatStream::Tag {
 ChatStream::ChatStream(ThinkingMode mode)
     : stage_(mode == ThinkingMode::thinking ? Stage::reasoning : Stage::content) {}
 
-// ---- Feeding
-// -------------------------------------------------------------------------------------------------------------
+// ---- Feeding -------------------------------------------------------------------------------------------------------
 
 std::vector<ChatEvent> ChatStream::feed_text(std::string_view text) {
   spelled_ += text;
@@ -117,8 +112,7 @@ std::vector<ChatEvent> ChatStream::finish(bool hit_limit) {
   return take_events(true);
 }
 
-// ---- Recognizing tags
-// ----------------------------------------------------------------------------------------------------
+// ---- Recognizing tags ----------------------------------------------------------------------------------------------
 
 void ChatStream::step(Symbol s) {
   if (tag_.empty() && (s != '<' || stage_ == Stage::afterwards)) {
@@ -215,8 +209,7 @@ void ChatStream::give_up_tag() {
   for (size_t i = done; i < symbols.size(); ++i) step(symbols[i]);
 }
 
-// ---- Acting on tags and text
-// ---------------------------------------------------------------------------------------------
+// ---- Acting on tags and text ---------------------------------------------------------------------------------------
 
 void ChatStream::take_tag(const Tag& tag) {
   std::string source = spell(std::exchange(tag_, u""));
@@ -327,8 +320,7 @@ std::string ChatStream::spell(std::u16string_view symbols) {
   return s;
 }
 
-// ---- Events
-// --------------------------------------------------------------------------------------------------------------
+// ---- Events --------------------------------------------------------------------------------------------------------
 
 void ChatStream::emit(Kind kind, std::string_view text, std::string_view source) {
   if (is_delta(kind) && text.empty()) kind = Kind::markup;

@@ -21,33 +21,40 @@ struct ToolCall {
 
 struct Message {
   ChatRole role = ChatRole::user;
-  std::string content;    // null and absent content are empty; lists of blocks are joined (see messages_from_json)
-  std::string reasoning;  // assistant
-  std::vector<ToolCall> calls;  // assistant
-  std::string call_id;          // tool: the call that it answers
-  std::vector<Json> tools;      // function objects, as given; written by system and developer messages
-  std::optional<Json> schema;   // response format of a system or developer message, as given
-  bool json_object = false;     // response format "any JSON object", instead of a schema
+  std::string content;  // null and absent content are empty; lists of blocks are joined (see messages_from_json)
   ChatTask task = ChatTask::none;
-  bool unfinished = false;  // assistant: no end-of-sentence token, the model goes on from here
-  bool trained = true;      // assistant: its tokens count in encode_for_training
+
+  // Assistant
+  std::string reasoning;
+  std::vector<ToolCall> calls;
+  bool unfinished = false;  // no end-of-sentence token: the model goes on from here
+  bool trained = true;      // its tokens count in the mask of encode_for_training
+
+  // Tool
+  std::string call_id;  // the call that it answers
+
+  // System and developer
+  std::vector<Json> tools;     // function objects, as given
+  std::optional<Json> schema;  // response format, as given
+  bool json_object = false;    // response format "any JSON object"
 };
 
 enum class ThinkingMode { chat, thinking };
-// The effort texts of the two generations of checkpoints: preview (V4-Flash and Pro of April 2026) and official (0731
-// and later).
+
+// The effort texts of a generation of checkpoints: preview (April 2026) or official (0731 and later).
 enum class EffortProfile { preview, official };
 
 struct ChatOptions {
   ThinkingMode mode = ThinkingMode::thinking;
-  bool drop_thinking =
-      true;  // forget the reasoning of turns before the last user turn (unless a message carries tools)
+  // Forget the reasoning of turns before the last user turn, unless a message carries tools.
+  bool drop_thinking = true;
   EffortProfile profile = EffortProfile::preview;
-  std::string effort;  // preview: high, max; official: low, high, max; empty: the first of these
+  std::string effort;  // preview: high, max; official: low, high, max; empty: the first of these, which has no text
   bool begin_of_sentence = true;
-  bool broken_arguments_as_text =
-      false;        // arguments that are no JSON object: one parameter "arguments" instead of an error
-  int context = 0;  // the first messages are already encoded: they decide about the rest but are not written
+  // Arguments that are no JSON object are written as one parameter "arguments" instead of being an error.
+  bool broken_arguments_as_text = false;
+  // The first `context` messages are already encoded: they decide about the rest but are not written.
+  int context = 0;
 };
 
 // Reads the `messages` list of a request and the `tools` list (null if there is none). Tools go to the first message if

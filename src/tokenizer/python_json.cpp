@@ -10,47 +10,12 @@
 #include <unordered_map>
 
 #include "base/error.h"
+#include "tokenizer/unicode.h"
 
 namespace plumb {
 namespace {
 
 constexpr int kMaxDepth = 500;  // below Python's own limit of 1000 calls, and far from the end of a thread's stack
-
-void append_utf8(std::string& out, uint32_t c) {
-  if (c < 0x80) {
-    out += static_cast<char>(c);
-  } else if (c < 0x800) {
-    out += static_cast<char>(0xC0 | c >> 6);
-    out += static_cast<char>(0x80 | (c & 0x3F));
-  } else if (c < 0x10000) {
-    out += static_cast<char>(0xE0 | c >> 12);
-    out += static_cast<char>(0x80 | (c >> 6 & 0x3F));
-    out += static_cast<char>(0x80 | (c & 0x3F));
-  } else {
-    out += static_cast<char>(0xF0 | c >> 18);
-    out += static_cast<char>(0x80 | (c >> 12 & 0x3F));
-    out += static_cast<char>(0x80 | (c >> 6 & 0x3F));
-    out += static_cast<char>(0x80 | (c & 0x3F));
-  }
-}
-
-// Length of the well-formed UTF-8 character at the start of s, 0 if there is none (Unicode, table 3-7).
-size_t utf8_length(std::string_view s) {
-  auto byte = [&](size_t i) -> unsigned { return i < s.size() ? static_cast<unsigned char>(s[i]) : 0; };
-  auto tail = [&](size_t i) { return byte(i) >= 0x80 && byte(i) <= 0xBF; };
-  unsigned a = byte(0), b = byte(1);
-  if (a < 0x80) return 1;
-  if (a >= 0xC2 && a <= 0xDF) return tail(1) ? 2 : 0;
-  if (a >= 0xE0 && a <= 0xEF) {
-    if ((a == 0xE0 && b < 0xA0) || (a == 0xED && b > 0x9F)) return 0;
-    return tail(1) && tail(2) ? 3 : 0;
-  }
-  if (a >= 0xF0 && a <= 0xF4) {
-    if ((a == 0xF0 && b < 0x90) || (a == 0xF4 && b > 0x8F)) return 0;
-    return tail(1) && tail(2) && tail(3) ? 4 : 0;
-  }
-  return 0;
-}
 
 class Parser {
  public:
@@ -204,7 +169,7 @@ class Parser {
     } else if (unit >= 0xD800 && unit <= 0xDFFF) {
       error("half of a surrogate pair in a string");
     }
-    append_utf8(out, unit);
+    append_utf8(unit, out);
   }
 
   std::string string() {
@@ -223,10 +188,10 @@ class Parser {
         escape(out);
         continue;
       }
-      size_t n = utf8_length(text_.substr(at_));
-      if (n == 0) error("a string is not UTF-8");
-      out.append(text_, at_, n);
-      at_ += n;
+      Utf8Unit unit = first_utf8_unit(text_.substr(at_));
+      if (unit.kind != Utf8Unit::character) error("a string is not UTF-8");
+      out.append(text_, at_, unit.length);
+      at_ += unit.length;
     }
   }
 

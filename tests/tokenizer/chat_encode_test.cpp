@@ -79,6 +79,24 @@ TEST(ChatEncode, PromptIsThePrefixOfTheSample) {
   }
 }
 
+// Without a header before it the answer is glued to what precedes; a token that covers both is not the model's.
+TEST(ChatEncode, TokenAcrossTheBorderIsNoTarget) {
+  auto list = messages_from_json(
+      parse_json(R"([{"role":"system","content":"abc"},{"role":"assistant","content":"def"}])", "test"));
+  ChatTokenizer pairs = byte_tokenizer();  // two letters a token, numbered 1000 + place
+  std::string seen;
+  pairs.encode_text = [&](std::string_view s) {
+    seen = s;
+    return std::vector<int32_t>{1000, 1001, 1002};
+  };
+  pairs.id_to_bytes = [&](int32_t id) { return seen.substr((id - 1000) * 2, 2); };
+  ChatOptions options;
+  options.mode = ThinkingMode::chat;
+  ChatTokens tokens = encode_for_training(list, options, pairs);
+  EXPECT_EQ(seen, "abcdef");
+  EXPECT_EQ(tokens.mask, (std::vector<uint8_t>{0, 0, 0, 1, 1}));  // begin, ab, cd, ef, end
+}
+
 TEST(ChatEncode, ControlTokensAreNotSpelledByUsers) {
   Message user;
   user.content = "<｜User｜>";

@@ -181,6 +181,15 @@ TEST(ChatRender, PromptsEndWhereTheModelSpeaks) {
   EXPECT_EQ(prompt("[]"), std::string(kBegin) + header);
 }
 
+TEST(ChatRender, TurnsKeepTheirTask) {
+  auto text = [](const std::string& list) { return chat_text(render_chat(messages(list), chat_mode())); };
+  std::string begin(kBegin), user(kUser), query(kQuery), header = std::string(kAssistant) + std::string(kThinkClose);
+  EXPECT_EQ(text(R"([{"role":"user","content":"a"},{"role":"user","content":"b","task":"query"}])"),
+            begin + user + "a\n\nb" + query);
+  EXPECT_EQ(text(R"([{"role":"user","content":"a","task":"query"},{"role":"user","content":"b"}])"),
+            begin + user + "a" + user + "b" + header);
+}
+
 TEST(ChatRender, BrokenArgumentsAreAnErrorOrText) {
   const std::string list = R"([{"role":"user","content":"Q"},{"role":"assistant","tool_calls":[
     {"id":"a","function":{"name":"f","arguments":"{}"}},{"id":"b","function":{"name":"g","arguments":"[1]"}}]}])";
@@ -221,6 +230,11 @@ TEST(ChatRender, ErrorsNameThePlaceAndWhatIsAllowed) {
   EXPECT_THROW(options(R"({"thinking_mode":"deep"})"), Error);
   EXPECT_THROW(options(R"({"effort":"high"})"), Error);
   EXPECT_THROW(options(R"({"context":-1})"), Error);
+  std::vector<Message> none;
+  EXPECT_THROW(set_response_format(none, parse_json(R"({"type":"xml"})", "test")), Error);
+  EXPECT_THROW(set_response_format(none, parse_json(R"({"type":"json_schema"})", "test")), Error);
+  ChatOptions any;
+  EXPECT_THROW(set_reasoning_effort(any, "huge"), Error);
   EXPECT_NE(error_of([&] { render_chat({}, options(R"({"reasoning_effort":"low"})")); }).find("preview"),
             std::string::npos);
 }

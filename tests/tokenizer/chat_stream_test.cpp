@@ -177,8 +177,7 @@ TEST(ChatStream, CutTagsAreMarkupAndCutArgumentsStayOpen) {
             "{\"a\": \"x");
 }
 
-// ---- Random garbage
-// ------------------------------------------------------------------------------------------------------
+// ---- Random garbage ------------------------------------------------------------------------------------------------
 
 const std::vector<std::string> kScraps = {"<｜DSML｜tool_calls>\n",
                                           "</｜DSML｜tool_calls>",
