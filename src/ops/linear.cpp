@@ -1,0 +1,191 @@
+#include "ops/linear.h"
+
+#include <algorithm>
+#include <string>
+
+#include "base/error.h"
+#include "base/float_formats.h"
+#include "base/parallel.h"
+#include "ops/matmul.h"
+
+namespace plumb::ops {
+namespace {
+
+void check_weight(const Linear& w) {
+  const int64_t out = w.out, in = w.in;
+  DType type = DType::f32;
+  Shape data = {out, in}, scale;
+  switch (w.format) {
+    case WeightFormat::f32:
+      break;
+    case WeightFormat::bf16:
+      type = DType::bf16;
+      break;
+    case WeightFormat::fp8:
+      type = DType::f8_e4m3, scale = {(out + 127) / 128, (in + 127) / 128};
+      break;
+    case WeightFormat::fp4:
+      type = DType::u8, data = {out, in / 2}, scale = {out, in / 32};
+      if (in % 32 != 0) fail("linear", "an FP4 weight has " + std::to_string(in) + " inputs", "use a multiple of 32");
+      break;
+  }
+  const auto check = [](const char* name, const Tensor& t, const Shape& shape, DType wanted) {
+    if (t.defined() && t.shape() == shape && t.dtype() == wanted) return;
+    fail("linear", std::string(name) + " " + dtype_name(wanted) + to_string(shape) + " expected, " +
+                       (t.defined() ? dtype_name(t.dtype()) + to_string(t.shape()) : "nothing") + " found");
+  };
+  check("weight", w.data, data, type);
+  if (!scale.empty()) check("scale", w.scale, scale, DType::f8_e8m0);
+}
+
+void check_rows(const char* name, const Tensor& x, int64_t width) {
+  if (x.dim() != 2 || x.size(1) != width)
+    fail("linear",
+         std::string(name) + " [rows," + std::to_string(width) + "] expected, " + to_string(x.shape()) + " found");
+}
+
+void check_pair(const LoraPair& p, const Linear& w) {
+  const int64_t r = p.a.dim() == 2 ? p.a.size(0) : -1;
+  if (p.a.shape() != Shape{r, w.in} || p.b.shape() != Shape{w.out, r})
+    fail("linear", "LoRA a [r," + std::to_string(w.in) + "] and b [" + std::to_string(w.out) + ",r] expected, " +
+                       to_string(p.a.shape()) + " and " + to_string(p.b.shape()) + " found");
+}
+
+// The rows of x that an adapter sees, one after the other. All rows: x itself.
+Tensor gather(const Tensor& x, const std::vector<int>* rows) {
+  if (!rows) return x;
+  const int64_t width = x.size(1);
+  Tensor part = Tensor::empty({static_cast<int64_t>(rows->size()), width});
+  for (size_t i = 0; i < rows->size(); ++i)
+    std::copy_n(x.f32() + (*rows)[i] * width, width, part.f32() + static_cast<int64_t>(i) * width);
+  return part;
+}
+
+// into[rows] += scale * part
+void scatter_add(const Tensor& part, float scale, const std::vector<int>* rows, const Tensor& into) {
+  const int64_t width = into.size(1);
+  parallel_for(part.size(0), std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width)),
+               [&](int64_t begin, int64_t end) {
+                 for (int64_t i = begin; i < end; ++i) {
+                   const float* from = part.f32() + i * width;
+                   float* to = into.f32() + (rows ? (*rows)[i] : i) * width;
+                   for (int64_t j = 0; j < width; ++j) to[j] += scale * from[j];
+                 }
+               });
+}
+
+// x [rows,in] times f32 matrix [out,in] transposed, or times matrix [in,out].
+Tensor times_transposed(const Tensor& x, const Tensor& matrix) {
+  Tensor y = Tensor::empty({x.size(0), matrix.size(0)});
+  matmul(x.size(0), {x.f32(), x.size(1), 1},
+         panel_of(matrix.f32(), matrix.size(1), matrix.size(0), matrix.size(1), true), y.f32(), y.size(1), false);
+  return y;
+}
+Tensor times(const Tensor& x, const Tensor& matrix) {
+  Tensor y = Tensor::empty({x.size(0), matrix.size(1)});
+  matmul(x.size(0), {x.f32(), x.size(1), 1},
+         panel_of(matrix.f32(), matrix.size(1), matrix.size(0), matrix.size(1), false), y.f32(), y.size(1), false);
+  return y;
+}
+
+Tensor scaled(Tensor t, float scale) {
+  for (int64_t i = 0; i < t.numel(); ++i) t.f32()[i] *= scale;
+  return t;
+}
+
+// x as it meets the product: x itself where nothing is rounded.
+Tensor rounded_input(const Tensor& x, const LinearPoints& points) {
+  if (point_kind(points.numerics, points.act) == PointKind::keep) return x;
+  Tensor rounded = x.clone();
+  round_point(points.numerics, points.act, rounded);
+  return rounded;
+}
+
+void lora_backward(const Tensor& dy, const Tensor& x, const LoraRows& lora, const LoraGrad& grad, const Tensor& dx) {
+  const LoraPair& p = *lora.pair;
+  const Tensor dy_part = gather(dy, lora.rows), x_part = gather(x, lora.rows);
+  const Tensor du = scaled(times(dy_part, p.b), p.scale);
+  scatter_add(times(du, p.a), 1, lora.rows, dx);
+  if (grad.a.defined()) linear_backward_weight(du.f32(), du.size(1), x_part.f32(), x.size(1), du.size(0), grad.a);
+  if (grad.b.defined()) {
+    const Tensor u = scaled(times_transposed(x_part, p.a), p.scale);
+    linear_backward_weight(dy_part.f32(), dy.size(1), u.f32(), u.size(1), u.size(0), grad.b);
+  }
+}
+
+}  // namespace
+
+Tensor linear(const Tensor& x, const Linear& w, const LoraList& lora, const LinearPoints& points) {
+  check_weight(w);
+  check_rows("x", x, w.in);
+  const int64_t rows = x.size(0);
+  const Tensor rounded = rounded_input(x, points);
+  Tensor y = Tensor::empty({rows, w.out});
+  linear_into(rounded.f32(), w.in, rows, w, y.f32(), w.out);
+  for (const LoraRows& l : lora) {
+    check_pair(*l.pair, w);
+    scatter_add(times_transposed(times_transposed(gather(x, l.rows), l.pair->a), l.pair->b), l.pair->scale, l.rows, y);
+  }
+  round_point(points.numerics, points.out, y);
+  return y;
+}
+
+void linear_into(const float* x, int64_t ldx, int64_t rows, const Linear& w, float* y, int64_t ldy) {
+  matmul(rows, {x, ldx, 1}, panel_of(w, true), y, ldy, false);
+}
+
+void linear_backward_input(const float* dy, int64_t lddy, int64_t rows, const Linear& w, float* dx, int64_t lddx,
+                           bool accumulate) {
+  matmul(rows, {dy, lddy, 1}, panel_of(w, false), dx, lddx, accumulate);
+}
+
+void linear_backward_weight(const float* dy, int64_t lddy, const float* x, int64_t ldx, int64_t rows,
+                            const Tensor& dw) {
+  const int64_t in = dw.size(1);
+  matmul(dw.size(0), {dy, 1, lddy}, panel_of(x, ldx, rows, in, false), dw.f32(), in, true);
+}
+
+Tensor linear_backward(const Tensor& dy, const Tensor& x, const Linear& w, const LoraList& lora,
+                       const LinearPoints& points, const std::vector<LoraGrad>& lora_grads, const Tensor& dw) {
+  check_weight(w);
+  check_rows("x", x, w.in);
+  check_rows("dy", dy, w.out);
+  const int64_t rows = x.size(0);
+  Tensor dx = Tensor::empty({rows, w.in});
+  linear_backward_input(dy.f32(), w.out, rows, w, dx.f32(), w.in, false);
+  for (size_t i = 0; i < lora.size(); ++i)
+    lora_backward(dy, x, lora[i], lora_grads.empty() ? LoraGrad{} : lora_grads[i], dx);
+  if (dw.defined()) linear_backward_weight(dy.f32(), w.out, rounded_input(x, points).f32(), w.in, rows, dw);
+  return dx;
+}
+
+Tensor dequantise(const Linear& w) {
+  check_weight(w);
+  Tensor full = Tensor::empty({w.out, w.in});
+  parallel_for(w.out, std::max(1, 16384 / std::max(1, w.in)), [&](int64_t begin, int64_t end) {
+    for (int64_t o = begin; o < end; ++o)
+      for (int64_t i = 0; i < w.in; ++i) {
+        const int64_t at = o * w.in + i;
+        float& value = full.f32()[at];
+        switch (w.format) {
+          case WeightFormat::f32:
+            value = w.data.f32()[at];
+            break;
+          case WeightFormat::bf16:
+            value = bf16_to_float(w.data.ptr<uint16_t>()[at]);
+            break;
+          case WeightFormat::fp8:
+            value = e4m3_to_float(w.data.ptr<uint8_t>()[at]) *
+                    e8m0_to_float(w.scale.ptr<uint8_t>()[o / 128 * w.scale.size(1) + i / 128]);
+            break;
+          case WeightFormat::fp4:
+            value = e2m1_to_float(w.data.ptr<uint8_t>()[at / 2] >> (at % 2 * 4) & 15) *
+                    e8m0_to_float(w.scale.ptr<uint8_t>()[at / 32]);
+            break;
+        }
+      }
+  });
+  return full;
+}
+
+}  // namespace plumb::ops

@@ -1,0 +1,305 @@
+// The inner loops of matmul over a vector type V, included by one translation unit for each vector unit. Everything has
+// internal linkage and calls nothing from the standard library: code compiled for a wider unit must not be shared with
+// the rest of the program by the linker.
+//
+// V gives: F, I (float and 32-bit integer vectors of `width` lanes) and the operations used below. Its `e4m3` takes the
+// code in the top byte of a lane, its `e2m1` in the lowest four bits; the other bits may hold anything.
+#pragma once
+#include "ops/matmul_kernels.h"
+
+#define PLUMB_INLINE __attribute__((always_inline)) inline
+#define PLUMB_INLINE_LAMBDA __attribute__((always_inline))
+
+namespace plumb::ops {
+namespace {
+
+// f.operator()<0>(), ..., <n-1>(): a loop whose counter is a constant (shift counts must be).
+template <int n, int i = 0, class Body>
+PLUMB_INLINE void unrolled(Body&& body) {
+  if constexpr (i < n) {
+    body.template operator()<i>();
+    unrolled<n, i + 1>(body);
+  }
+}
+
+template <WeightFormat f>
+constexpr int kPerUnit = f == WeightFormat::f32    ? 1
+                         : f == WeightFormat::bf16 ? 2
+                         : f == WeightFormat::fp8  ? 4
+                                                   : 8;
+template <WeightFormat f>
+constexpr bool kScaled = f == WeightFormat::fp8 || f == WeightFormat::fp4;
+
+// Value i of the kPerUnit values packed in each 32-bit unit, before its scale.
+template <class V, WeightFormat f, int i>
+PLUMB_INLINE typename V::F expand(typename V::I unit) {
+  if constexpr (f == WeightFormat::f32) return V::as_float(unit);
+  if constexpr (f == WeightFormat::bf16)
+    return V::as_float(i == 0 ? V::template left<16>(unit) : V::both(unit, V::set1i(static_cast<int>(0xffff0000u))));
+  if constexpr (f == WeightFormat::fp8) return V::e4m3(V::template left<24 - 8 * i>(unit));
+  if constexpr (f == WeightFormat::fp4) return V::e2m1(V::template right<4 * i>(unit));
+}
+
+// e4m3 codes in the top bytes -> values. Exponent and mantissa moved to their places in FP32 give 1.m * 2^(e-7), right
+// for all codes but the subnormal ones (e = 0), which lack the leading 1: there the value is 2 f - 2^-6, elsewhere that
+// is the larger of the two. (Multiplying an FP32 subnormal instead would trap into microcode.)
+template <class V>
+PLUMB_INLINE typename V::F e4m3_value(typename V::I top) {
+  const auto magnitude = V::both(V::template right<4>(top), V::set1i(0x07f00000));
+  const auto f = V::as_float(V::plus(magnitude, V::set1i(120 << 23)));
+  const auto value = V::smaller(f, V::fma(f, V::set1(2.0f), V::set1(-0x1p-6f)));
+  const auto sign = V::both(top, V::set1i(static_cast<int>(0x80000000u)));
+  return V::nan_where_equal(V::as_float(V::either(V::as_int(value), sign)), magnitude, V::set1i(0x07f00000));
+}
+
+// ---- rows of B are outputs: a group of `width` rows is transposed in registers, 16 bytes of each at a time
+// ---------------
+template <class V>
+struct RowGroup {
+  const uint8_t* row[V::width];
+  const uint8_t* scale[V::width];  // of each row; fp8: all rows share one
+};
+
+template <class V>
+PLUMB_INLINE void open_group(const PanelOperand& b, int64_t n, RowGroup<V>& g) {
+  for (int lane = 0; lane < V::width; ++lane) {
+    const int64_t row = n + lane < b.rows ? n + lane : b.rows - 1;  // lanes past the end repeat the last row
+    g.row[lane] = b.data + row * b.row_bytes;
+    if (b.format == WeightFormat::fp8) g.scale[lane] = b.scale + row / 128 * b.scale_stride;
+    if (b.format == WeightFormat::fp4) g.scale[lane] = b.scale + row * b.scale_stride;
+  }
+}
+
+template <class V, WeightFormat f>
+PLUMB_INLINE typename V::F group_scale(const RowGroup<V>& g, int64_t k) {
+  if constexpr (f == WeightFormat::fp8) return V::set1(e8m0.value[g.scale[0][k / 128]]);
+  alignas(64) float lane_scale[V::width];
+  if constexpr (f == WeightFormat::fp4) {
+#pragma GCC unroll 16
+    for (int lane = 0; lane < V::width; ++lane) lane_scale[lane] = e8m0.value[g.scale[lane][k / 32]];
+    return V::load(lane_scale);
+  }
+  return V::zero();  // unscaled
+}
+
+// body.operator()<j>(w) for j = 0, 1, ...: w = weights of the group at k + j, for the 16 bytes that start at k; count:
+// how many of them exist (all, if whole).
+template <class V, WeightFormat f, bool whole, class Body>
+PLUMB_INLINE void transposed_step(const RowGroup<V>& g, int64_t k, int count, Body&& body) {
+  constexpr int per_unit = kPerUnit<f>;
+  const int64_t offset = k * 4 / per_unit;
+  typename V::I unit[4];
+  if constexpr (whole) {
+    V::transpose(g.row, offset, unit);
+  } else {
+    alignas(16) uint8_t copy[V::width][16] = {};
+    const uint8_t* row[V::width];
+    for (int lane = 0; lane < V::width; ++lane) {
+      __builtin_memcpy(copy[lane], g.row[lane] + offset, (count * 4 + per_unit - 1) / per_unit);
+      row[lane] = copy[lane];
+    }
+    V::transpose(row, 0, unit);
+  }
+  const auto scale = group_scale<V, f>(g, k);
+  unrolled<4>([&]<int u>() PLUMB_INLINE_LAMBDA {
+    unrolled<per_unit>([&]<int i>() PLUMB_INLINE_LAMBDA {
+      constexpr int j = u * per_unit + i;
+      if (!whole && j >= count) return;
+      auto w = expand<V, f, i>(unit[u]);
+      if constexpr (kScaled<f>) w = V::mul(w, scale);
+      body.template operator()<j>(w);
+    });
+  });
+}
+
+template <class V, WeightFormat f>
+void widen_rows(const PanelOperand& b, int64_t n0, int64_t k0, int64_t k1, float* panel) {
+  constexpr int step = 4 * kPerUnit<f>, lanes = 2 * V::width;
+  for (int half = 0; half < 2; ++half) {
+    const int64_t n = n0 + half * V::width;
+    if (n >= b.rows) return;
+    RowGroup<V> g;
+    open_group<V>(b, n, g);
+    float* out = panel + half * V::width;
+    int64_t k = k0;
+    for (; k + step <= k1; k += step, out += step * lanes)
+      transposed_step<V, f, true>(g, k, step,
+                                  [&]<int j>(typename V::F w) PLUMB_INLINE_LAMBDA { V::store(out + j * lanes, w); });
+    if (k < k1)
+      transposed_step<V, f, false>(g, k, static_cast<int>(k1 - k),
+                                   [&]<int j>(typename V::F w) PLUMB_INLINE_LAMBDA { V::store(out + j * lanes, w); });
+  }
+}
+
+template <class V, WeightFormat f, int rows>
+void few_rows_of(const float* x, int64_t ldx, const PanelOperand& b, int64_t n0, int64_t n1, float* c, int64_t ldc,
+                 bool load) {
+  constexpr int step = 4 * kPerUnit<f>, width = V::width;
+  alignas(64) float sums[kStreamLanes][rows][width];
+  RowGroup<V> group[kStreamLanes];
+  for (int64_t n = n0; n < n1; n += kStreamLanes * width) {
+    const int64_t outputs = n1 - n < kStreamLanes * width ? n1 - n : kStreamLanes * width;
+    const int groups = static_cast<int>((outputs + width - 1) / width);
+    for (int g = 0; g < groups; ++g) {
+      open_group<V>(b, n + g * width, group[g]);
+      for (int r = 0; r < rows; ++r)
+        for (int lane = 0; lane < width; ++lane)
+          sums[g][r][lane] = load && g * width + lane < outputs ? c[r * ldc + n + g * width + lane] : 0;
+    }
+    const auto walk = [&]<bool whole>(int64_t k, int count) PLUMB_INLINE_LAMBDA {
+      for (int g = 0; g < groups; ++g) {
+        typename V::F sum[rows];
+        unrolled<rows>([&]<int r>() PLUMB_INLINE_LAMBDA { sum[r] = V::load(sums[g][r]); });
+        transposed_step<V, f, whole>(group[g], k, count, [&]<int j>(typename V::F w) PLUMB_INLINE_LAMBDA {
+          unrolled<rows>([&]<int r>() PLUMB_INLINE_LAMBDA { sum[r] = V::fma(V::set1(x[r * ldx + k + j]), w, sum[r]); });
+        });
+        unrolled<rows>([&]<int r>() PLUMB_INLINE_LAMBDA { V::store(sums[g][r], sum[r]); });
+      }
+    };
+    int64_t k = 0;
+    for (; k + step <= b.columns; k += step) walk.template operator()<true>(k, step);
+    if (k < b.columns) walk.template operator()<false>(k, static_cast<int>(b.columns - k));
+    for (int g = 0; g < groups; ++g)
+      for (int r = 0; r < rows; ++r) {
+        const int64_t valid = outputs - g * width < width ? outputs - g * width : width;
+        __builtin_memcpy(c + r * ldc + n + g * width, sums[g][r], valid * sizeof(float));
+      }
+  }
+}
+
+// ---- columns of B are outputs: weights of a row lie side by side
+// --------------------------------------------------------
+template <class V, WeightFormat f>
+PLUMB_INLINE typename V::F adjacent(const uint8_t* p) {
+  if constexpr (f == WeightFormat::f32) return V::load(reinterpret_cast<const float*>(p));
+  if constexpr (f == WeightFormat::bf16) return V::as_float(V::template left<16>(V::load_u16(p)));
+  if constexpr (f == WeightFormat::fp8) return V::e4m3(V::template left<24>(V::load_u8(p)));
+  if constexpr (f == WeightFormat::fp4) return V::e2m1(V::load_nibbles(p));
+}
+
+template <class V, WeightFormat f>
+void widen_columns(const PanelOperand& b, int64_t n0, int64_t k0, int64_t k1, float* panel) {
+  constexpr int lanes = 2 * V::width, per_unit = kPerUnit<f>;
+  for (int half = 0; half < 2; ++half) {
+    const int64_t n = n0 + half * V::width;
+    if (n >= b.columns) return;
+    const int valid = static_cast<int>(b.columns - n < V::width ? b.columns - n : V::width);
+    const uint8_t* source = b.data + k0 * b.row_bytes + n * 4 / per_unit;
+    float* out = panel + half * V::width;
+    for (int64_t k = k0; k < k1; ++k, source += b.row_bytes, out += lanes) {
+      alignas(64) uint8_t copy[V::width * 4];
+      const uint8_t* p = source;
+      if (valid < V::width) {  // never read past the matrix
+        __builtin_memset(copy, 0, sizeof copy);
+        __builtin_memcpy(copy, source, (valid * 4 + per_unit - 1) / per_unit);
+        p = copy;
+      }
+      auto w = adjacent<V, f>(p);
+      if constexpr (f == WeightFormat::fp8)
+        w = V::mul(w, V::set1(e8m0.value[b.scale[k / 128 * b.scale_stride + n / 128]]));
+      if constexpr (f == WeightFormat::fp4) w = V::mul(w, V::set1(e8m0.value[b.scale[k * b.scale_stride + n / 32]]));
+      V::store(out, w);
+    }
+  }
+}
+
+// ---- the tile
+// ----------------------------------------------------------------------------------------------------------
+template <class V, int rows>
+PLUMB_INLINE void full_tile(const float* a, const float* panel, int64_t k, float* c, int64_t ldc, bool load) {
+  constexpr int width = V::width;
+  typename V::F sum[rows][2];
+#pragma GCC unroll 8  // on all three loops: otherwise g++ keeps the sums in memory
+  for (int r = 0; r < rows; ++r) {
+    sum[r][0] = load ? V::load(c + r * ldc) : V::zero();
+    sum[r][1] = load ? V::load(c + r * ldc + width) : V::zero();
+  }
+  for (int64_t i = 0; i < k; ++i, a += rows, panel += 2 * width) {
+    const auto b0 = V::load(panel), b1 = V::load(panel + width);
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r) {
+      const auto x = V::set1(a[r]);
+      sum[r][0] = V::fma(x, b0, sum[r][0]);
+      sum[r][1] = V::fma(x, b1, sum[r][1]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < rows; ++r) {
+    V::store(c + r * ldc, sum[r][0]);
+    V::store(c + r * ldc + width, sum[r][1]);
+  }
+}
+
+template <class V, int rows>
+void tile_of(const float* a, const float* panel, int64_t k, float* c, int64_t ldc, int valid, bool load) {
+  constexpr int lanes = 2 * V::width;
+  if (valid == lanes) return full_tile<V, rows>(a, panel, k, c, ldc, load);
+  alignas(64) float whole[rows * lanes] = {};
+  for (int r = 0; r < rows && load; ++r) __builtin_memcpy(whole + r * lanes, c + r * ldc, valid * sizeof(float));
+  full_tile<V, rows>(a, panel, k, whole, lanes, load);
+  for (int r = 0; r < rows; ++r) __builtin_memcpy(c + r * ldc, whole + r * lanes, valid * sizeof(float));
+}
+
+// ---- choice of the instance
+// --------------------------------------------------------------------------------------------
+template <class V>
+void tile(int rows, const float* a, const float* panel, int64_t k, float* c, int64_t ldc, int valid, bool load) {
+  using Tile = void (*)(const float*, const float*, int64_t, float*, int64_t, int, bool);
+  static_assert(kMaxRows == 8);
+  static constexpr Tile table[] = {tile_of<V, 1>, tile_of<V, 2>, tile_of<V, 3>, tile_of<V, 4>,
+                                   tile_of<V, 5>, tile_of<V, 6>, tile_of<V, 7>, tile_of<V, 8>};
+  table[rows - 1](a, panel, k, c, ldc, valid, load);
+}
+
+template <class V, WeightFormat f>
+void widen_format(const PanelOperand& b, int64_t n0, int64_t k0, int64_t k1, float* panel) {
+  b.outputs_are_rows ? widen_rows<V, f>(b, n0, k0, k1, panel) : widen_columns<V, f>(b, n0, k0, k1, panel);
+}
+
+template <class V>
+void widen(const PanelOperand& b, int64_t n0, int64_t k0, int64_t k1, float* panel) {
+  switch (b.format) {
+    case WeightFormat::f32:
+      return widen_format<V, WeightFormat::f32>(b, n0, k0, k1, panel);
+    case WeightFormat::bf16:
+      return widen_format<V, WeightFormat::bf16>(b, n0, k0, k1, panel);
+    case WeightFormat::fp8:
+      return widen_format<V, WeightFormat::fp8>(b, n0, k0, k1, panel);
+    case WeightFormat::fp4:
+      return widen_format<V, WeightFormat::fp4>(b, n0, k0, k1, panel);
+  }
+}
+
+template <class V, WeightFormat f>
+void few_rows_format(int rows, const float* x, int64_t ldx, const PanelOperand& b, int64_t n0, int64_t n1, float* c,
+                     int64_t ldc, bool load) {
+  static_assert(kFewRows == 4);
+  switch (rows) {
+    case 1:
+      return few_rows_of<V, f, 1>(x, ldx, b, n0, n1, c, ldc, load);
+    case 2:
+      return few_rows_of<V, f, 2>(x, ldx, b, n0, n1, c, ldc, load);
+    case 3:
+      return few_rows_of<V, f, 3>(x, ldx, b, n0, n1, c, ldc, load);
+    case 4:
+      return few_rows_of<V, f, 4>(x, ldx, b, n0, n1, c, ldc, load);
+  }
+}
+
+template <class V>
+void few_rows(int rows, const float* x, int64_t ldx, const PanelOperand& b, int64_t n0, int64_t n1, float* c,
+              int64_t ldc, bool load) {
+  switch (b.format) {
+    case WeightFormat::f32:
+      return few_rows_format<V, WeightFormat::f32>(rows, x, ldx, b, n0, n1, c, ldc, load);
+    case WeightFormat::bf16:
+      return few_rows_format<V, WeightFormat::bf16>(rows, x, ldx, b, n0, n1, c, ldc, load);
+    case WeightFormat::fp8:
+      return few_rows_format<V, WeightFormat::fp8>(rows, x, ldx, b, n0, n1, c, ldc, load);
+    case WeightFormat::fp4:
+      return few_rows_format<V, WeightFormat::fp4>(rows, x, ldx, b, n0, n1, c, ldc, load);
+  }
+}
+
+}  // namespace
+}  // namespace plumb::ops
