@@ -116,7 +116,6 @@ void lora_backward(const Tensor& dy, const Tensor& x, const LoraRows& lora, cons
 }  // namespace
 
 Tensor linear(const Tensor& x, const Linear& w, const LoraList& lora, const LinearPoints& points) {
-  check_weight(w);
   check_rows("x", x, w.in);
   const int64_t rows = x.size(0);
   const Tensor rounded = rounded_input(x, points);
@@ -131,11 +130,13 @@ Tensor linear(const Tensor& x, const Linear& w, const LoraList& lora, const Line
 }
 
 void linear_into(const float* x, int64_t ldx, int64_t rows, const Linear& w, float* y, int64_t ldy) {
+  check_weight(w);
   matmul(rows, {x, ldx, 1}, panel_of(w, true), y, ldy, false);
 }
 
 void linear_backward_input(const float* dy, int64_t lddy, int64_t rows, const Linear& w, float* dx, int64_t lddx,
                            bool accumulate) {
+  check_weight(w);
   matmul(rows, {dy, lddy, 1}, panel_of(w, false), dx, lddx, accumulate);
 }
 
@@ -147,7 +148,6 @@ void linear_backward_weight(const float* dy, int64_t lddy, const float* x, int64
 
 Tensor linear_backward(const Tensor& dy, const Tensor& x, const Linear& w, const LoraList& lora,
                        const LinearPoints& points, const std::vector<LoraGrad>& lora_grads, const Tensor& dw) {
-  check_weight(w);
   check_rows("x", x, w.in);
   check_rows("dy", dy, w.out);
   const int64_t rows = x.size(0);

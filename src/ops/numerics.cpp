@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <string>
 
@@ -30,6 +31,18 @@ const char* numerics_name(Numerics n) {
       return "released";
   }
   return "?";
+}
+
+const char* point_name(Point p) {
+  static constexpr const char* name[] = {
+      "hc.pre",    "norm.block", "act.wq_a", "out.wq_a",   "norm.q",   "act.wq_b", "out.wq_b", "norm.qhead", "rope.q",
+      "act.wkv",   "out.wkv",    "norm.kv",  "rope.kv",    "sim.kv",   "pool.ckv", "norm.ckv", "rope.ckv",   "sim.ckv",
+      "act.iwq_b", "out.iwq_b",  "rope.iq",  "had.iq",     "sim.iq",   "pool.ik",  "norm.ik",  "rope.ik",    "had.ik",
+      "sim.ik",    "out.iw",     "attn.p",   "out.attn",   "rope.o",   "out.wo_a", "act.wo_b", "out.wo_b",   "hc.post",
+      "act.w13",   "out.w13",    "hid.w2",   "act.w2",     "out.w2",   "act.s13",  "out.s13",  "hid.s2",     "act.s2",
+      "out.s2",    "moe.sum",    "hc.head",  "norm.final", "norm.mtp", "act.mtp",  "out.mtp",  "mtp.sum",    "none"};
+  static_assert(std::size(name) == static_cast<size_t>(Point::none) + 1);
+  return name[static_cast<size_t>(p)];
 }
 
 PointKind point_kind(Numerics n, Point p) {

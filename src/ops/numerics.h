@@ -76,6 +76,8 @@ enum class Point : uint8_t {
 };
 enum class PointKind : uint8_t { keep, bf16, fp8x128, fp8x64, fp4x32 };
 
+const char* point_name(Point p);  // "hc.pre", ...
+
 // What the profile does at a point. had_* of `keep` means: no Hadamard transform at all.
 PointKind point_kind(Numerics n, Point p);
 

@@ -1,0 +1,131 @@
+#include "ops/head.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "base/error.h"
+#include "base/parallel.h"
+#include "ops/numerics_exp.h"
+
+namespace plumb::ops {
+namespace {
+
+constexpr int64_t kChunkFloats = int64_t{1} << 24;  // logits that exist at a time: 64 MiB
+
+int64_t chunk_rows(int64_t vocab) { return std::clamp<int64_t>(kChunkFloats / std::max<int64_t>(1, vocab), 16, 256); }
+
+struct SoftmaxSum {
+  float highest;
+  double sum;  // of exp(logit - highest)
+};
+
+// Eight logits, padded with -infinity.
+__m256 load_logits(const float* logits, int64_t left) {
+  if (left >= 8) return _mm256_loadu_ps(logits);
+  alignas(32) float padded[8];
+  std::fill_n(padded, 8, -std::numeric_limits<float>::infinity());
+  std::copy_n(logits, left, padded);
+  return _mm256_load_ps(padded);
+}
+
+// Four running sums in FP64 (lane i: logits i, i + 4, ... ), added in order at the end.
+SoftmaxSum softmax_sum(const float* logits, int64_t vocab) {
+  __m256 top = _mm256_set1_ps(-std::numeric_limits<float>::infinity());
+  for (int64_t v = 0; v < vocab; v += 8) top = _mm256_max_ps(load_logits(logits + v, vocab - v), top);
+  alignas(32) float lane[8];
+  _mm256_store_ps(lane, top);
+  const float highest = *std::max_element(lane, lane + 8);
+
+  __m256d sums = _mm256_setzero_pd();
+  for (int64_t v = 0; v < vocab; v += 8) {
+    const __m256 e = exp8(_mm256_sub_ps(load_logits(logits + v, vocab - v), _mm256_set1_ps(highest)));
+    sums = _mm256_add_pd(sums, _mm256_cvtps_pd(_mm256_castps256_ps128(e)));
+    sums = _mm256_add_pd(sums, _mm256_cvtps_pd(_mm256_extractf128_ps(e, 1)));
+  }
+  alignas(32) double part[4];
+  _mm256_store_pd(part, sums);
+  return {highest, part[0] + part[1] + part[2] + part[3]};
+}
+
+void check_targets(const Tensor& hidden, const Linear& head, const std::vector<int>& target) {
+  if (hidden.dim() != 2 || hidden.size(1) != head.in)
+    fail("head", "hidden rows of " + std::to_string(head.in) + " expected, " + to_string(hidden.shape()) + " found");
+  if (static_cast<int64_t>(target.size()) != hidden.size(0))
+    fail("head", std::to_string(target.size()) + " targets for " + std::to_string(hidden.size(0)) + " rows");
+  for (int t : target)
+    if (t < 0 || t >= head.out)
+      fail("head", "target " + std::to_string(t) + " is outside the vocabulary of " + std::to_string(head.out));
+}
+
+// logits of one row -> gradient d * (1[v == target] - p_v), in place.
+void softmax_gradient(float* logits, int64_t vocab, int target, float d) {
+  const SoftmaxSum s = softmax_sum(logits, vocab);
+  const __m256 highest = _mm256_set1_ps(s.highest), factor = _mm256_set1_ps(static_cast<float>(-d / s.sum));
+  for (int64_t v = 0; v < vocab; v += 8) {
+    const __m256 g = _mm256_mul_ps(exp8(_mm256_sub_ps(load_logits(logits + v, vocab - v), highest)), factor);
+    if (v + 8 <= vocab) {
+      _mm256_storeu_ps(logits + v, g);
+    } else {
+      alignas(32) float last[8];
+      _mm256_store_ps(last, g);
+      std::copy_n(last, vocab - v, logits + v);
+    }
+  }
+  logits[target] += d;
+}
+
+// body(first row, logits [n, vocab]) for chunks of rows in order; the logits may be overwritten.
+template <class Body>
+void for_chunks(const Tensor& hidden, const Linear& head, Body&& body) {
+  const int64_t rows = hidden.size(0), chunk = std::min(rows, chunk_rows(head.out));
+  if (rows == 0) return;
+  const Tensor buffer = Tensor::empty({chunk, head.out});
+  for (int64_t first = 0; first < rows; first += chunk) {
+    const Tensor logits = buffer.rows(0, std::min(chunk, rows - first));
+    linear_into(hidden.f32() + first * head.in, head.in, logits.size(0), head, logits.f32(), head.out);
+    body(first, logits);
+  }
+}
+
+}  // namespace
+
+Tensor head_logits(const Tensor& hidden, const Linear& head) { return linear(hidden, head); }
+
+float log_probability(const float* logits, int64_t vocab, int target) {
+  const SoftmaxSum s = softmax_sum(logits, vocab);
+  return static_cast<float>(double{logits[target]} - s.highest - std::log(s.sum));
+}
+
+Tensor head_logprobs(const Tensor& hidden, const Linear& head, const std::vector<int>& target) {
+  check_targets(hidden, head, target);
+  Tensor logprobs = Tensor::empty({hidden.size(0)});
+  for_chunks(hidden, head, [&](int64_t first, const Tensor& logits) {
+    parallel_for(logits.size(0), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r)
+        logprobs.f32()[first + r] = log_probability(logits.f32() + r * head.out, head.out, target[first + r]);
+    });
+  });
+  return logprobs;
+}
+
+Tensor head_logprobs_backward(const Tensor& d_logprob, const Tensor& hidden, const Linear& head,
+                              const std::vector<int>& target, const Tensor& d_head) {
+  check_targets(hidden, head, target);
+  Tensor d_hidden = Tensor::empty(hidden.shape());
+  for_chunks(hidden, head, [&](int64_t first, const Tensor& logits) {
+    parallel_for(logits.size(0), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r)
+        softmax_gradient(logits.f32() + r * head.out, head.out, target[first + r], d_logprob.f32()[first + r]);
+    });
+    const int64_t n = logits.size(0);
+    linear_backward_input(logits.f32(), head.out, n, head, d_hidden.f32() + first * head.in, head.in, false);
+    // Chunks continue the chains over rows: the gradient does not depend on their size.
+    if (d_head.defined())
+      linear_backward_weight(logits.f32(), head.out, hidden.f32() + first * head.in, head.in, n, d_head);
+  });
+  return d_hidden;
+}
+
+}  // namespace plumb::ops

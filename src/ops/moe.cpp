@@ -1,0 +1,321 @@
+#include "ops/moe.h"
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <functional>
+#include <numeric>
+#include <string>
+
+#include "base/error.h"
+#include "base/parallel.h"
+#include "ops/numerics_exp.h"
+
+namespace plumb::ops {
+namespace {
+
+struct ExpertPoints {
+  Point act13, out13, hid, act2, out2;
+};
+constexpr ExpertPoints kRouted = {Point::act_w13, Point::out_w13, Point::hid_w2, Point::act_w2, Point::out_w2};
+constexpr ExpertPoints kShared = {Point::act_s13, Point::out_s13, Point::hid_s2, Point::act_s2, Point::out_s2};
+
+// What an expert is, apart from its rows.
+struct Expert {
+  const ExpertWeights& w;
+  float limit;  // of the clamp; 0 = none
+  const SharedLora& lora;
+  Numerics numerics;
+  const ExpertPoints& points;
+  LinearPoints in() const { return {numerics, points.act13, points.out13}; }
+  LinearPoints out() const { return {numerics, points.act2, points.out2}; }
+};
+
+// ---- clamped SwiGLU
+// ----------------------------------------------------------------------------------------------------
+
+// Fewer than eight values at the end of a row go through a padded copy, so that a value does not depend on its place.
+__m256 load_part(const float* p, int64_t n) {
+  if (n >= 8) return _mm256_loadu_ps(p);
+  alignas(32) float padded[8] = {};
+  std::copy_n(p, n, padded);
+  return _mm256_load_ps(padded);
+}
+void store_part(float* p, __m256 v, int64_t n) {
+  if (n >= 8) return _mm256_storeu_ps(p, v);
+  alignas(32) float padded[8];
+  _mm256_store_ps(padded, v);
+  std::copy_n(padded, n, p);
+}
+
+struct Clamp {
+  explicit Clamp(float limit) : on(limit > 0), top(_mm256_set1_ps(limit)), bottom(_mm256_set1_ps(-limit)) {}
+  __m256 gate(__m256 g) const { return on ? _mm256_min_ps(top, g) : g; }  // operand order: NaN stays NaN
+  __m256 up(__m256 u) const { return on ? _mm256_max_ps(bottom, _mm256_min_ps(top, u)) : u; }
+  // 0 where the clamp cut the value; at equality the gradient passes.
+  __m256 gate_mask(__m256 g) const { return on ? _mm256_cmp_ps(g, top, _CMP_NGT_UQ) : ones(); }
+  __m256 up_mask(__m256 u) const {
+    return on ? _mm256_and_ps(_mm256_cmp_ps(u, top, _CMP_NGT_UQ), _mm256_cmp_ps(u, bottom, _CMP_NLT_UQ)) : ones();
+  }
+  static __m256 ones() { return _mm256_castsi256_ps(_mm256_set1_epi32(-1)); }
+  bool on;
+  __m256 top, bottom;
+};
+
+__m256 sigmoid8(__m256 x) {
+  const __m256 one = _mm256_set1_ps(1);
+  return _mm256_div_ps(one, _mm256_add_ps(one, exp8(_mm256_xor_ps(x, _mm256_set1_ps(-0.0f)))));
+}
+
+void swiglu_row(const float* gate, const float* up, int64_t f, float weight, const Clamp& clamp, float* hid) {
+  for (int64_t i = 0; i < f; i += 8) {
+    const __m256 g = clamp.gate(load_part(gate + i, f - i)), u = clamp.up(load_part(up + i, f - i));
+    const __m256 h = _mm256_mul_ps(_mm256_mul_ps(g, sigmoid8(g)), u);
+    store_part(hid + i, _mm256_mul_ps(_mm256_set1_ps(weight), h), f - i);
+  }
+}
+
+// gate, up become their gradients. -> gradient of the weight
+float swiglu_backward_row(const float* d_hid, int64_t f, float weight, const Clamp& clamp, float* gate, float* up) {
+  const __m256 one = _mm256_set1_ps(1), w = _mm256_set1_ps(weight);
+  __m256 d_weight = _mm256_setzero_ps();
+  for (int64_t i = 0; i < f; i += 8) {
+    const int64_t n = f - i;
+    const __m256 raw_g = load_part(gate + i, n), raw_u = load_part(up + i, n), d = load_part(d_hid + i, n);
+    const __m256 g = clamp.gate(raw_g), u = clamp.up(raw_u), sigmoid = sigmoid8(g), silu = _mm256_mul_ps(g, sigmoid);
+    d_weight = _mm256_fmadd_ps(d, _mm256_mul_ps(silu, u), d_weight);
+    const __m256 dw = _mm256_mul_ps(d, w);
+    // d silu = sigmoid (1 + g (1 - sigmoid))
+    const __m256 slope = _mm256_mul_ps(sigmoid, _mm256_fmadd_ps(g, _mm256_sub_ps(one, sigmoid), one));
+    store_part(gate + i, _mm256_and_ps(clamp.gate_mask(raw_g), _mm256_mul_ps(_mm256_mul_ps(dw, u), slope)), n);
+    store_part(up + i, _mm256_and_ps(clamp.up_mask(raw_u), _mm256_mul_ps(dw, silu)), n);
+  }
+  alignas(32) float lane[8];
+  _mm256_store_ps(lane, d_weight);
+  return std::accumulate(lane, lane + 8, 0.0f);
+}
+
+// ---- one expert
+// --------------------------------------------------------------------------------------------------------
+
+struct Hidden {
+  Tensor gate, up;  // [rows,f] rounded, not clamped
+  Tensor hid;       // [rows,f] rounded: what w2 gets
+};
+
+// weight: of each row, or null (1 everywhere).
+Hidden expert_hidden(const Tensor& x, const float* weight, const Expert& e) {
+  Hidden h{linear(x, e.w.w1, e.lora.gate, e.in()), linear(x, e.w.w3, e.lora.up, e.in()), {}};
+  const int64_t rows = x.size(0), f = e.w.w1.out;
+  h.hid = Tensor::empty({rows, f});
+  const Clamp clamp(e.limit);
+  parallel_for(rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, f)), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r)
+      swiglu_row(h.gate.f32() + r * f, h.up.f32() + r * f, f, weight ? weight[r] : 1.0f, clamp, h.hid.f32() + r * f);
+  });
+  round_point(e.numerics, e.points.hid, h.hid);
+  return h;
+}
+
+Tensor expert_forward(const Tensor& x, const float* weight, const Expert& e) {
+  return linear(expert_hidden(x, weight, e).hid, e.w.w2, e.lora.down, e.out());
+}
+
+// d_weight [rows] is assigned if not null.
+Tensor expert_backward(const Tensor& dy, const Tensor& x, const float* weight, const Expert& e,
+                       const ExpertGrads& grads, const SharedLoraGrad& lora_grads, float* d_weight) {
+  Hidden h = expert_hidden(x, weight, e);
+  const Tensor d_hid = linear_backward(dy, h.hid, e.w.w2, e.lora.down, e.out(), lora_grads.down, grads.w2);
+  const int64_t rows = x.size(0), f = e.w.w1.out;
+  const Clamp clamp(e.limit);
+  parallel_for(rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, f)), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float d = swiglu_backward_row(d_hid.f32() + r * f, f, weight ? weight[r] : 1.0f, clamp,
+                                          h.gate.f32() + r * f, h.up.f32() + r * f);
+      if (d_weight) d_weight[r] = d;
+    }
+  });
+  Tensor dx = linear_backward(h.gate, x, e.w.w1, e.lora.gate, e.in(), lora_grads.gate, grads.w1);
+  const Tensor from_up = linear_backward(h.up, x, e.w.w3, e.lora.up, e.in(), lora_grads.up, grads.w3);
+  for (int64_t i = 0; i < dx.numel(); ++i) dx.f32()[i] += from_up.f32()[i];
+  return dx;
+}
+
+// ---- rows by expert
+// ----------------------------------------------------------------------------------------------------
+
+struct ExpertRows {
+  std::vector<int64_t> begin;      // [E+1]
+  std::vector<int64_t> place;      // row * K + slot, ascending within an expert
+  std::vector<int> busiest_first;  // experts that have rows, by number of rows
+  int64_t count(int e) const { return begin[e + 1] - begin[e]; }
+};
+
+ExpertRows group_rows(const Tensor& expert, int64_t experts) {
+  ExpertRows g;
+  const int32_t* chosen = expert.ptr<int32_t>();
+  g.begin.assign(experts + 1, 0);
+  for (int64_t i = 0; i < expert.numel(); ++i) {
+    PLUMB_CHECK(chosen[i] >= 0 && chosen[i] < experts, "routing names an expert that does not exist");
+    ++g.begin[chosen[i] + 1];
+  }
+  std::partial_sum(g.begin.begin(), g.begin.end(), g.begin.begin());
+  g.place.resize(expert.numel());
+  std::vector<int64_t> next(g.begin.begin(), g.begin.end() - 1);
+  for (int64_t i = 0; i < expert.numel(); ++i) g.place[next[chosen[i]]++] = i;
+  for (int e = 0; e < experts; ++e)
+    if (g.count(e) > 0) g.busiest_first.push_back(e);
+  std::stable_sort(g.busiest_first.begin(), g.busiest_first.end(),
+                   [&](int a, int b) { return g.count(a) > g.count(b); });
+  return g;
+}
+
+// Experts side by side when they keep all threads busy; else one after the other, each product on all threads.
+void for_experts(const ExpertRows& g, const std::function<void(int expert)>& body) {
+  const int64_t n = static_cast<int64_t>(g.busiest_first.size());
+  const int64_t grain = n >= 2 * thread_count() ? 1 : n;
+  if (grain == n) {
+    for (int e : g.busiest_first) body(e);
+    return;
+  }
+  parallel_for(n, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) body(g.busiest_first[i]);
+  });
+}
+
+// The adapters as one expert sees them: rows are numbers within the expert's own rows. Not copyable: the lists point
+// into it.
+struct ExpertAdapters {
+  ExpertAdapters(const std::vector<ExpertLoraRows>& lora, const std::vector<ExpertLoraGrad>& grad, int expert,
+                 int64_t f, const ExpertRows& g, int64_t k) {
+    pairs.reserve(3 * lora.size());
+    rows.reserve(lora.size());
+    for (size_t i = 0; i < lora.size(); ++i) {
+      rows.push_back(own_rows(lora[i].rows, expert, g, k));
+      if (rows.back().empty()) continue;
+      const ExpertLoraGrad* wanted = grad.empty() ? nullptr : &grad[i];
+      const ExpertLora& l = *lora[i].lora;
+      if (!l.gate_up.empty() && l.gate_up[expert].defined()) {
+        const LoraGrad d = wanted && !wanted->gate_up.empty() ? wanted->gate_up[expert] : LoraGrad{};
+        add(lists.gate, grads.gate, slice(l.gate_up[expert], 0, f), {d.a, d.b.defined() ? d.b.rows(0, f) : d.b});
+        add(lists.up, grads.up, slice(l.gate_up[expert], f, 2 * f), {d.a, d.b.defined() ? d.b.rows(f, 2 * f) : d.b});
+      }
+      if (!l.down.empty() && l.down[expert].defined())
+        add(lists.down, grads.down, l.down[expert],
+            wanted && !wanted->down.empty() ? wanted->down[expert] : LoraGrad{});
+    }
+  }
+  ExpertAdapters(const ExpertAdapters&) = delete;
+
+  std::vector<LoraPair> pairs;
+  std::vector<std::vector<int>> rows;
+  SharedLora lists;
+  SharedLoraGrad grads;
+
+ private:
+  static LoraPair slice(const LoraPair& p, int64_t begin, int64_t end) { return {p.a, p.b.rows(begin, end), p.scale}; }
+  static std::vector<int> own_rows(const std::vector<int>* wanted, int expert, const ExpertRows& g, int64_t k) {
+    std::vector<int> own;
+    for (int64_t i = 0; i < g.count(expert); ++i) {
+      const int row = static_cast<int>(g.place[g.begin[expert] + i] / k);
+      if (!wanted || std::binary_search(wanted->begin(), wanted->end(), row)) own.push_back(static_cast<int>(i));
+    }
+    return own;
+  }
+  void add(LoraList& list, std::vector<LoraGrad>& grad_list, LoraPair pair, LoraGrad grad) {
+    pairs.push_back(std::move(pair));
+    list.push_back({&pairs.back(), &rows.back()});
+    grad_list.push_back(std::move(grad));
+  }
+};
+
+// Rows of x that an expert works on, and their routing weights.
+struct ExpertInput {
+  Tensor x;
+  std::vector<float> weight;
+};
+Tensor gather_rows(const Tensor& x, const ExpertRows& g, int expert, int64_t k) {
+  const int64_t width = x.size(1), n = g.count(expert);
+  Tensor part = Tensor::empty({n, width});
+  for (int64_t i = 0; i < n; ++i)
+    std::copy_n(x.f32() + g.place[g.begin[expert] + i] / k * width, width, part.f32() + i * width);
+  return part;
+}
+ExpertInput gather_input(const Tensor& x, const Routing& r, const ExpertRows& g, int expert) {
+  ExpertInput in{gather_rows(x, g, expert, r.expert.size(1)), {}};
+  for (int64_t i = g.begin[expert]; i < g.begin[expert + 1]; ++i) in.weight.push_back(r.weight.f32()[g.place[i]]);
+  return in;
+}
+
+// part [rows of the expert, d] -> slots [rows*K, d]
+void place_rows(const Tensor& part, const ExpertRows& g, int expert, const Tensor& slots) {
+  const int64_t width = part.size(1);
+  for (int64_t i = 0; i < part.size(0); ++i)
+    std::copy_n(part.f32() + i * width, width, slots.f32() + g.place[g.begin[expert] + i] * width);
+}
+
+// slots [rows*K, d] -> [rows, d], summed in slot order whatever the order in which experts were computed.
+Tensor sum_slots(const Tensor& slots, int64_t rows, int64_t k) {
+  const int64_t d = slots.size(1);
+  Tensor sum = Tensor::zeros({rows, d});
+  parallel_for(rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, d * k)), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r)
+      for (int64_t j = 0; j < k; ++j) {
+        const float* from = slots.f32() + (r * k + j) * d;
+        float* to = sum.f32() + r * d;
+        for (int64_t i = 0; i < d; ++i) to[i] += from[i];
+      }
+  });
+  return sum;
+}
+
+}  // namespace
+
+Tensor routed_experts(const Tensor& x, const Routing& r, const std::vector<ExpertWeights>& experts, float limit,
+                      const std::vector<ExpertLoraRows>& lora, Numerics numerics) {
+  const int64_t rows = x.size(0), k = r.expert.size(1);
+  const ExpertRows g = group_rows(r.expert, static_cast<int64_t>(experts.size()));
+  const Tensor slots = Tensor::empty({rows * k, x.size(1)});
+  for_experts(g, [&](int e) {
+    const ExpertAdapters adapters(lora, {}, e, experts[e].w1.out, g, k);
+    const ExpertInput in = gather_input(x, r, g, e);
+    const Expert expert{experts[e], limit, adapters.lists, numerics, kRouted};
+    place_rows(expert_forward(in.x, in.weight.data(), expert), g, e, slots);
+  });
+  return sum_slots(slots, rows, k);
+}
+
+RoutedBackward routed_experts_backward(const Tensor& d_sum, const Tensor& x, const Routing& r,
+                                       const std::vector<ExpertWeights>& experts, float limit,
+                                       const std::vector<ExpertLoraRows>& lora, Numerics numerics,
+                                       const std::vector<ExpertGrads>& grads,
+                                       const std::vector<ExpertLoraGrad>& lora_grads) {
+  const int64_t rows = x.size(0), k = r.expert.size(1);
+  const ExpertRows g = group_rows(r.expert, static_cast<int64_t>(experts.size()));
+  const Tensor slots = Tensor::empty({rows * k, x.size(1)});
+  RoutedBackward result{{}, Tensor::empty({rows, k})};
+  for_experts(g, [&](int e) {
+    const ExpertAdapters adapters(lora, lora_grads, e, experts[e].w1.out, g, k);
+    const ExpertInput in = gather_input(x, r, g, e);
+    const Expert expert{experts[e], limit, adapters.lists, numerics, kRouted};
+    std::vector<float> d_weight(in.weight.size());
+    const Tensor dx = expert_backward(gather_rows(d_sum, g, e, k), in.x, in.weight.data(), expert,
+                                      grads.empty() ? ExpertGrads{} : grads[e], adapters.grads, d_weight.data());
+    place_rows(dx, g, e, slots);
+    for (size_t i = 0; i < d_weight.size(); ++i) result.d_weight.f32()[g.place[g.begin[e] + i]] = d_weight[i];
+  });
+  result.dx = sum_slots(slots, rows, k);
+  return result;
+}
+
+Tensor shared_expert(const Tensor& x, const ExpertWeights& w, float limit, const SharedLora& lora, Numerics numerics) {
+  return expert_forward(x, nullptr, {w, limit, lora, numerics, kShared});
+}
+
+Tensor shared_expert_backward(const Tensor& dy, const Tensor& x, const ExpertWeights& w, float limit,
+                              const SharedLora& lora, Numerics numerics, const ExpertGrads& grads,
+                              const SharedLoraGrad& lora_grads) {
+  return expert_backward(dy, x, nullptr, {w, limit, lora, numerics, kShared}, grads, lora_grads, nullptr);
+}
+
+}  // namespace plumb::ops
