@@ -63,15 +63,13 @@ Tensor gather(const Tensor& x, const std::vector<int>* rows) {
 
 // into[rows] += scale * part
 void scatter_add(const Tensor& part, float scale, const std::vector<int>* rows, const Tensor& into) {
-  const int64_t width = into.size(1);
-  parallel_for(part.size(0), std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width)),
-               [&](int64_t begin, int64_t end) {
-                 for (int64_t i = begin; i < end; ++i) {
-                   const float* from = part.f32() + i * width;
-                   float* to = into.f32() + (rows ? (*rows)[i] : i) * width;
-                   for (int64_t j = 0; j < width; ++j) to[j] += scale * from[j];
-                 }
-               });
+  const int64_t width = into.size(1), grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width));
+  parallel_for(part.size(0), grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = rows ? (*rows)[i] : i;
+      add_scaled(part.f32() + i * width, scale, into.f32() + row * width, width);
+    }
+  });
 }
 
 // x [rows,in] times f32 matrix [out,in] transposed, or times matrix [in,out].
@@ -89,7 +87,8 @@ Tensor times(const Tensor& x, const Tensor& matrix) {
 }
 
 Tensor scaled(Tensor t, float scale) {
-  for (int64_t i = 0; i < t.numel(); ++i) t.f32()[i] *= scale;
+  float* value = t.f32();
+  for (int64_t i = 0; i < t.numel(); ++i) value[i] *= scale;
   return t;
 }
 

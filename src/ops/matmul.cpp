@@ -150,7 +150,7 @@ void matmul(int64_t m, const RowOperand& a, const PanelOperand& b, float* c, int
   if (m <= kFewRows && b.outputs_are_rows && a.k_stride == 1)
     return few_rows(kernel, m, n, k, a, b, c, ldc, accumulate);
   const Groups row_blocks(m, kBlockRows);
-  const int64_t wanted = std::max<int64_t>(1, 4 * thread_count() / row_blocks.count);  // blocks across
+  const int64_t wanted = std::max<int64_t>(1, 2 * thread_count() / row_blocks.count);  // blocks across
   const int64_t width = std::clamp(round_up((n + wanted - 1) / wanted, kernel.lanes), int64_t{64}, int64_t{512});
   const int64_t across = (n + width - 1) / width, tasks = row_blocks.count * across;
   const int64_t work = (m + 8) * n * k / tasks;
@@ -179,6 +179,14 @@ PanelOperand panel_of(const float* x, int64_t ld, int64_t rows, int64_t columns,
   b.row_bytes = ld * static_cast<int64_t>(sizeof(float));
   b.format = WeightFormat::f32, b.outputs_are_rows = outputs_are_rows, b.rows = rows, b.columns = columns;
   return b;
+}
+
+void add_scaled(const float* from, float scale, float* to, int64_t n) {
+  const __m256 s = _mm256_set1_ps(scale);
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8)
+    _mm256_storeu_ps(to + i, _mm256_add_ps(_mm256_loadu_ps(to + i), _mm256_mul_ps(s, _mm256_loadu_ps(from + i))));
+  for (; i < n; ++i) to[i] += scale * from[i];
 }
 
 bool vector_unit_available(VectorUnit unit) { return unit == VectorUnit::avx2 || __builtin_cpu_supports("avx512f"); }

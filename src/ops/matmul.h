@@ -31,6 +31,9 @@ PanelOperand panel_of(const float* x, int64_t ld, int64_t rows, int64_t columns,
 // c [m, n] with row stride ldc; n and k are those of `b`. accumulate: the chains start at c instead of 0.
 void matmul(int64_t m, const RowOperand& a, const PanelOperand& b, float* c, int64_t ldc, bool accumulate);
 
+// to[i] += scale * from[i], product and sum rounded each.
+void add_scaled(const float* from, float scale, float* to, int64_t n);
+
 // The widest vector unit of the machine is used; tests choose. Both give the same bits.
 enum class VectorUnit { avx2, avx512 };
 bool vector_unit_available(VectorUnit unit);

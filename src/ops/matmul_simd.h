@@ -205,39 +205,46 @@ void widen_columns(const PanelOperand& b, int64_t n0, int64_t k0, int64_t k1, fl
 
 // ---- the tile
 // ----------------------------------------------------------------------------------------------------------
-template <class V, int rows>
+// vectors: 2, or 1 where the outputs fit into one (low-rank products).
+template <class V, int rows, int vectors>
 PLUMB_INLINE void full_tile(const float* a, const float* panel, int64_t k, float* c, int64_t ldc, bool load) {
   constexpr int width = V::width;
-  typename V::F sum[rows][2];
+  typename V::F sum[rows][vectors];
 #pragma GCC unroll 8  // on all three loops: otherwise g++ keeps the sums in memory
-  for (int r = 0; r < rows; ++r) {
-    sum[r][0] = load ? V::load(c + r * ldc) : V::zero();
-    sum[r][1] = load ? V::load(c + r * ldc + width) : V::zero();
-  }
+  for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; ++v) sum[r][v] = load ? V::load(c + r * ldc + v * width) : V::zero();
   for (int64_t i = 0; i < k; ++i, a += rows, panel += 2 * width) {
-    const auto b0 = V::load(panel), b1 = V::load(panel + width);
+    typename V::F b[vectors];
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; ++v) b[v] = V::load(panel + v * width);
 #pragma GCC unroll 8
     for (int r = 0; r < rows; ++r) {
       const auto x = V::set1(a[r]);
-      sum[r][0] = V::fma(x, b0, sum[r][0]);
-      sum[r][1] = V::fma(x, b1, sum[r][1]);
+#pragma GCC unroll 2
+      for (int v = 0; v < vectors; ++v) sum[r][v] = V::fma(x, b[v], sum[r][v]);
     }
   }
 #pragma GCC unroll 8
-  for (int r = 0; r < rows; ++r) {
-    V::store(c + r * ldc, sum[r][0]);
-    V::store(c + r * ldc + width, sum[r][1]);
-  }
+  for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; ++v) V::store(c + r * ldc + v * width, sum[r][v]);
+}
+
+template <class V, int rows, int vectors>
+void narrow_tile(const float* a, const float* panel, int64_t k, float* c, int64_t ldc, int valid, bool load) {
+  constexpr int lanes = vectors * V::width;
+  alignas(64) float whole[rows * lanes] = {};
+  for (int r = 0; r < rows && load; ++r) __builtin_memcpy(whole + r * lanes, c + r * ldc, valid * sizeof(float));
+  full_tile<V, rows, vectors>(a, panel, k, whole, lanes, load);
+  for (int r = 0; r < rows; ++r) __builtin_memcpy(c + r * ldc, whole + r * lanes, valid * sizeof(float));
 }
 
 template <class V, int rows>
 void tile_of(const float* a, const float* panel, int64_t k, float* c, int64_t ldc, int valid, bool load) {
-  constexpr int lanes = 2 * V::width;
-  if (valid == lanes) return full_tile<V, rows>(a, panel, k, c, ldc, load);
-  alignas(64) float whole[rows * lanes] = {};
-  for (int r = 0; r < rows && load; ++r) __builtin_memcpy(whole + r * lanes, c + r * ldc, valid * sizeof(float));
-  full_tile<V, rows>(a, panel, k, whole, lanes, load);
-  for (int r = 0; r < rows; ++r) __builtin_memcpy(c + r * ldc, whole + r * lanes, valid * sizeof(float));
+  if (valid == 2 * V::width) return full_tile<V, rows, 2>(a, panel, k, c, ldc, load);
+  if (valid > V::width) return narrow_tile<V, rows, 2>(a, panel, k, c, ldc, valid, load);
+  narrow_tile<V, rows, 1>(a, panel, k, c, ldc, valid, load);
 }
 
 // ---- choice of the instance

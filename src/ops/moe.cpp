@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "ops/matmul.h"
 #include "ops/numerics_exp.h"
 
 namespace plumb::ops {
@@ -137,7 +138,9 @@ Tensor expert_backward(const Tensor& dy, const Tensor& x, const float* weight, c
   });
   Tensor dx = linear_backward(h.gate, x, e.w.w1, e.lora.gate, e.in(), lora_grads.gate, grads.w1);
   const Tensor from_up = linear_backward(h.up, x, e.w.w3, e.lora.up, e.in(), lora_grads.up, grads.w3);
-  for (int64_t i = 0; i < dx.numel(); ++i) dx.f32()[i] += from_up.f32()[i];
+  parallel_for(dx.numel(), 65536, [&](int64_t begin, int64_t end) {
+    add_scaled(from_up.f32() + begin, 1, dx.f32() + begin, end - begin);
+  });
   return dx;
 }
 
@@ -170,17 +173,19 @@ ExpertRows group_rows(const Tensor& expert, int64_t experts) {
   return g;
 }
 
-// Experts side by side when they keep all threads busy; else one after the other, each product on all threads.
+// Experts side by side, the busiest first; or, when there are few of them with many rows each, one after the other with
+// every product on all threads.
 void for_experts(const ExpertRows& g, const std::function<void(int expert)>& body) {
+  constexpr int64_t many_rows = 64;
   const int64_t n = static_cast<int64_t>(g.busiest_first.size());
-  const int64_t grain = n >= 2 * thread_count() ? 1 : n;
-  if (grain == n) {
+  const bool inside = n < 2 * thread_count() && static_cast<int64_t>(g.place.size()) > n * many_rows;
+  if (inside) {
     for (int e : g.busiest_first) body(e);
-    return;
+  } else {
+    parallel_for(n, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) body(g.busiest_first[i]);
+    });
   }
-  parallel_for(n, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) body(g.busiest_first[i]);
-  });
 }
 
 // The adapters as one expert sees them: rows are numbers within the expert's own rows. Not copyable: the lists point
@@ -260,11 +265,7 @@ Tensor sum_slots(const Tensor& slots, int64_t rows, int64_t k) {
   Tensor sum = Tensor::zeros({rows, d});
   parallel_for(rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, d * k)), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r)
-      for (int64_t j = 0; j < k; ++j) {
-        const float* from = slots.f32() + (r * k + j) * d;
-        float* to = sum.f32() + r * d;
-        for (int64_t i = 0; i < d; ++i) to[i] += from[i];
-      }
+      for (int64_t j = 0; j < k; ++j) add_scaled(slots.f32() + (r * k + j) * d, 1, sum.f32() + r * d, d);
   });
   return sum;
 }

@@ -71,7 +71,9 @@ Routing route(const Tensor& x, const std::vector<int>& token, const RouterWeight
   r.logits = linear(x, w.gate);
   r.score = Tensor::empty({rows, experts});
   parallel_for(rows * experts, 2048, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) r.score.f32()[i] = sqrt_softplus(r.logits.f32()[i]);
+    const float* logit = r.logits.f32();
+    float* score = r.score.f32();
+    for (int64_t i = begin; i < end; ++i) score[i] = sqrt_softplus(logit[i]);
   });
   if (forced.defined()) {
     r.expert = forced;
