@@ -26,7 +26,7 @@ struct LoraTensors {
   Tensor b;  // [out, r]
 };
 
-struct Adapter {
+struct StoredAdapter {
   int rank = 0;
   double alpha = 0;
   std::string base_model;
@@ -43,12 +43,13 @@ bool is_lora_target(const std::string& module);
 // where the file holds a matrix as it is. In packed and ART experts, gate and up share one a. Errors name file and
 // tensor: unknown module, wrong shape, a without b, part of the experts, options that change the arithmetic (DoRA,
 // rank patterns, rsLoRA, bias).
-Adapter read_adapter(const std::string& folder, const ModelConfig& config);
+StoredAdapter read_adapter(const std::string& folder, const ModelConfig& config);
 
 // Writes the folder `out` (whole or not at all), tensors with the dtype they have. The layouts peft, vllm and art have
 // one a for gate and up of a routed expert: if the adapter has two different ones, everything is written at twice the
 // rank and alpha (a = [a_gate; a_up], b padded with zeros), which is the same function.
-void write_adapter(const std::string& out, const Adapter& adapter, const ModelConfig& config, AdapterLayout layout);
+void write_adapter(const std::string& out, const StoredAdapter& adapter, const ModelConfig& config,
+                   AdapterLayout layout);
 
 // What can be said without the model.
 struct AdapterSummary {

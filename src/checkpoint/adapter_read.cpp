@@ -36,7 +36,7 @@ void refuse_unknown_arithmetic(const ordered_json& config, const std::string& wh
     fail(where, "bias = " + config["bias"].dump() + " is not supported", "train the adapter with bias \"none\"");
 }
 
-void read_config(Adapter& adapter, const std::string& folder) {
+void read_config(StoredAdapter& adapter, const std::string& folder) {
   const std::string where = folder + "/adapter_config.json";
   const ordered_json config = read_json(where);
   if (!config.is_object() || config.value("peft_type", ordered_json()) != "LORA")
@@ -83,7 +83,7 @@ class Reader {
     }
   }
 
-  Adapter read() {
+  StoredAdapter read() {
     for (const StoredTensor& t : files_.tensors()) collect(t);
     for (const auto& [id, pair] : pairs_) {
       if (!pair.a || !pair.b)
@@ -182,16 +182,18 @@ class Reader {
 
   const ModelConfig& config_;
   Safetensors files_;
-  Adapter adapter_;
+  StoredAdapter adapter_;
   std::map<std::string, Shape> shapes_;
   std::map<std::string, Pair> pairs_;
 };
 }  // namespace
 
-Adapter read_adapter(const std::string& folder, const ModelConfig& config) { return Reader(folder, config).read(); }
+StoredAdapter read_adapter(const std::string& folder, const ModelConfig& config) {
+  return Reader(folder, config).read();
+}
 
 AdapterSummary summarise_adapter(const std::string& folder) {
-  Adapter adapter;
+  StoredAdapter adapter;
   read_config(adapter, folder);
   AdapterSummary s;
   s.rank = adapter.rank, s.alpha = adapter.alpha, s.base_model = adapter.base_model;

@@ -24,7 +24,7 @@ bool same_matrix(const Tensor& x, const Tensor& y) {
 // ---- One a for gate and up
 // -------------------------------------------------------------------------------------------
 
-bool shares_gate_up(const Adapter& adapter) {
+bool shares_gate_up(const StoredAdapter& adapter) {
   for (const auto& [module, pair] : adapter.targets) {
     if (!module.ends_with(".w1") || !expert_module(module)) continue;
     const auto up = adapter.targets.find(module.substr(0, module.size() - 1) + "3");
@@ -51,8 +51,8 @@ Tensor widen_columns(const Tensor& b, bool second) {
 }
 
 // The same function at twice the rank, in which gate and up of each routed expert have one a.
-Adapter share_gate_up(const Adapter& adapter) {
-  Adapter wide{2 * adapter.rank, 2 * adapter.alpha, adapter.base_model, {}};
+StoredAdapter share_gate_up(const StoredAdapter& adapter) {
+  StoredAdapter wide{2 * adapter.rank, 2 * adapter.alpha, adapter.base_model, {}};
   for (const auto& [module, pair] : adapter.targets) {
     const auto e = expert_module(module);
     if (!e || e->matrix == 2) {
@@ -76,7 +76,8 @@ Adapter share_gate_up(const Adapter& adapter) {
 // -----------------------------------------------------------------------------------
 
 // The pairs of one matrix of all experts, in order; all must exist and have the same dtype.
-std::vector<const LoraTensors*> all_experts(const Adapter& adapter, const std::string& layer, int matrix, int experts) {
+std::vector<const LoraTensors*> all_experts(const StoredAdapter& adapter, const std::string& layer, int matrix,
+                                            int experts) {
   std::vector<const LoraTensors*> pairs;
   for (int e = 0; e < experts; ++e) {
     const std::string module = fmt::format("{}ffn.experts.{}.w{}", layer, e, matrix);
@@ -132,7 +133,7 @@ void add_tensor(Items& items, const std::string& name, const Tensor& t) {
   add_item(items, name, t.dtype(), t.shape(), [t] { return t; });
 }
 
-void add_packed(Items& items, const Adapter& adapter, const ModelConfig& config, const std::string& layer,
+void add_packed(Items& items, const StoredAdapter& adapter, const ModelConfig& config, const std::string& layer,
                 AdapterLayout layout) {
   const std::string name =
       "base_model.model.model." + layer + (layout == AdapterLayout::vllm ? "ffn.experts" : "mlp.experts");
@@ -149,7 +150,7 @@ void add_packed(Items& items, const Adapter& adapter, const ModelConfig& config,
   add(name, {all_experts(adapter, layer, 2, experts)});
 }
 
-void add_art_experts(Items& items, const Adapter& adapter, const ModelConfig& config, const std::string& layer) {
+void add_art_experts(Items& items, const StoredAdapter& adapter, const ModelConfig& config, const std::string& layer) {
   const auto gate = all_experts(adapter, layer, 1, config.n_routed_experts);
   const auto up = all_experts(adapter, layer, 3, config.n_routed_experts);
   const auto down = all_experts(adapter, layer, 2, config.n_routed_experts);
@@ -164,7 +165,7 @@ void add_art_experts(Items& items, const Adapter& adapter, const ModelConfig& co
   }
 }
 
-Items list_items(const Adapter& adapter, const ModelConfig& config, AdapterLayout layout) {
+Items list_items(const StoredAdapter& adapter, const ModelConfig& config, AdapterLayout layout) {
   Items items;
   std::set<std::string> expert_layers;
   for (const auto& [module, pair] : adapter.targets) {
@@ -187,7 +188,7 @@ Items list_items(const Adapter& adapter, const ModelConfig& config, AdapterLayou
 }
 
 // The module names that each reader wants to see in adapter_config.json.
-nlohmann::json target_modules(const Adapter& adapter, AdapterLayout layout, nlohmann::json& parameters) {
+nlohmann::json target_modules(const StoredAdapter& adapter, AdapterLayout layout, nlohmann::json& parameters) {
   std::set<std::string> modules, stacks;
   for (const auto& [module, pair] : adapter.targets) {
     const auto e = expert_module(module);
@@ -219,7 +220,7 @@ nlohmann::json target_modules(const Adapter& adapter, AdapterLayout layout, nloh
   return modules;
 }
 
-std::string config_text(const Adapter& adapter, AdapterLayout layout) {
+std::string config_text(const StoredAdapter& adapter, AdapterLayout layout) {
   nlohmann::json parameters = nlohmann::json::array();
   nlohmann::json j = {{"base_model_name_or_path", adapter.base_model},
                       {"bias", "none"},
@@ -238,7 +239,8 @@ std::string config_text(const Adapter& adapter, AdapterLayout layout) {
 }
 }  // namespace
 
-void write_adapter(const std::string& out, const Adapter& adapter, const ModelConfig& config, AdapterLayout layout) {
+void write_adapter(const std::string& out, const StoredAdapter& adapter, const ModelConfig& config,
+                   AdapterLayout layout) {
   if (layout != AdapterLayout::native && !shares_gate_up(adapter))
     return write_adapter(out, share_gate_up(adapter), config, layout);
   const Items items = list_items(adapter, config, layout);

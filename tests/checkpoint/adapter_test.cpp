@@ -10,8 +10,8 @@ using namespace testing_checkpoint;
 constexpr int rank = 3;
 
 // Random pairs for every target of the model; gate and up of an expert share their a unless `separate`.
-Adapter random_adapter(const ModelConfig& config, DType type = DType::bf16, bool separate = false) {
-  Adapter adapter{rank, 32, "some/model", {}};
+StoredAdapter random_adapter(const ModelConfig& config, DType type = DType::bf16, bool separate = false) {
+  StoredAdapter adapter{rank, 32, "some/model", {}};
   for (const InventoryEntry& e : inventory(config)) {
     if (!e.name.ends_with(".weight")) continue;
     const std::string module = e.name.substr(0, e.name.size() - 7);
@@ -25,7 +25,7 @@ Adapter random_adapter(const ModelConfig& config, DType type = DType::bf16, bool
   return adapter;
 }
 
-void expect_same(const Adapter& a, const Adapter& b) {
+void expect_same(const StoredAdapter& a, const StoredAdapter& b) {
   EXPECT_EQ(a.rank, b.rank);
   EXPECT_EQ(a.alpha, b.alpha);
   EXPECT_EQ(a.base_model, b.base_model);
@@ -42,7 +42,7 @@ constexpr AdapterLayout layouts[] = {AdapterLayout::peft, AdapterLayout::vllm, A
 TEST(Adapter, EveryLayoutRoundTrips) {
   const ModelConfig config = small_config();
   for (DType type : {DType::bf16, DType::f32}) {
-    const Adapter adapter = random_adapter(config, type);
+    const StoredAdapter adapter = random_adapter(config, type);
     EXPECT_EQ(adapter.targets.size(), 3 * (5 + 3 + 3 * 5) + 2 * 2u);  // layers, and two compressors
     for (AdapterLayout layout : layouts) {
       TempFolder f;
@@ -60,7 +60,7 @@ TEST(Adapter, EveryLayoutRoundTrips) {
 // Names and shapes as listed in spec/art_runtime.md 3.3 and reference_trainer.md 3.4, for this model's sizes.
 TEST(Adapter, NamesAndShapesOfEachLayout) {
   const ModelConfig config = small_config();
-  const Adapter adapter = random_adapter(config);
+  const StoredAdapter adapter = random_adapter(config);
   const auto expect = [&](AdapterLayout layout, const std::vector<std::pair<std::string, Shape>>& tensors) {
     TempFolder f;
     write_adapter(f / "a", adapter, config, layout);
@@ -97,7 +97,7 @@ TEST(Adapter, NamesAndShapesOfEachLayout) {
 // Rows e*r + j of a, columns j*E + e of b; gate rows first.
 TEST(Adapter, OrderInsidePackedExperts) {
   const ModelConfig config = small_config();
-  const Adapter adapter = random_adapter(config, DType::f32);
+  const StoredAdapter adapter = random_adapter(config, DType::f32);
   TempFolder f;
   write_adapter(f / "a", adapter, config, AdapterLayout::vllm);
   const Safetensors s = Safetensors::open(f / "a/adapter_model.safetensors");
@@ -118,7 +118,7 @@ TEST(Adapter, OrderInsidePackedExperts) {
 }
 
 // alpha / r * b * a of a module, [out, in].
-std::vector<double> delta(const Adapter& adapter, const std::string& module) {
+std::vector<double> delta(const StoredAdapter& adapter, const std::string& module) {
   const LoraTensors& p = adapter.targets.at(module);
   const int64_t out = p.b.size(0), in = p.a.size(1), r = adapter.rank;
   std::vector<double> d(out * in);
@@ -131,11 +131,11 @@ std::vector<double> delta(const Adapter& adapter, const std::string& module) {
 
 TEST(Adapter, SeparateGateAndUpAreWrittenAtTwiceTheRank) {
   const ModelConfig config = small_config();
-  const Adapter adapter = random_adapter(config, DType::f32, true);
+  const StoredAdapter adapter = random_adapter(config, DType::f32, true);
   for (AdapterLayout layout : layouts) {
     TempFolder f;
     write_adapter(f / "a", adapter, config, layout);
-    const Adapter back = read_adapter(f / "a", config);
+    const StoredAdapter back = read_adapter(f / "a", config);
     EXPECT_EQ(back.rank, layout == AdapterLayout::native ? rank : 2 * rank);
     for (const char* module : {"layers.0.attn.wkv", "layers.1.ffn.experts.2.w1", "layers.1.ffn.experts.2.w2",
                                "layers.1.ffn.experts.2.w3", "layers.2.ffn.shared_experts.w3"})
@@ -145,7 +145,7 @@ TEST(Adapter, SeparateGateAndUpAreWrittenAtTwiceTheRank) {
 
 TEST(Adapter, OlderSpellingsAreRead) {
   const ModelConfig config = small_config();
-  const Adapter adapter = random_adapter(config);
+  const StoredAdapter adapter = random_adapter(config);
   TempFolder f;
   write_adapter(f / "a", adapter, config, AdapterLayout::vllm);
   const Safetensors s = Safetensors::open(f / "a/adapter_model.safetensors");
@@ -164,7 +164,7 @@ TEST(Adapter, OlderSpellingsAreRead) {
 
 TEST(Adapter, BadAdaptersAreRefused) {
   const ModelConfig config = small_config();
-  const Adapter adapter = random_adapter(config);
+  const StoredAdapter adapter = random_adapter(config);
   const auto bad = [&](AdapterLayout layout, const std::function<void(Tensors&, nlohmann::json&)>& damage,
                        const std::vector<std::string>& parts) {
     TempFolder f;
@@ -225,7 +225,7 @@ TEST(Adapter, BadAdaptersAreRefused) {
 
 TEST(Adapter, PackedLayoutsNeedAllExperts) {
   const ModelConfig config = small_config();
-  Adapter adapter = random_adapter(config);
+  StoredAdapter adapter = random_adapter(config);
   adapter.targets.erase("layers.2.ffn.experts.3.w2");
   TempFolder f;
   expect_error([&] { write_adapter(f / "a", adapter, config, AdapterLayout::peft); },
@@ -237,7 +237,7 @@ TEST(Adapter, PackedLayoutsNeedAllExperts) {
 
 TEST(Adapter, ConfigOfEachLayout) {
   const ModelConfig config = small_config();
-  const Adapter adapter = random_adapter(config);
+  const StoredAdapter adapter = random_adapter(config);
   const auto json = [&](AdapterLayout layout) {
     TempFolder f;
     write_adapter(f / "a", adapter, config, layout);
