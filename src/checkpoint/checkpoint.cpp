@@ -226,11 +226,22 @@ Tensor Checkpoint::scale(const std::string& name, const Shape& shape) const {
   return t;
 }
 
+Codec Checkpoint::codec(const std::string& name) const {
+  entry(name);
+  StackedExpert stack;
+  return codec_of(locate(name, stack)->dtype);
+}
+
+Tensor Checkpoint::extra(const std::string& name) const {
+  const auto at = map_.stored.find(name);
+  PLUMB_CHECK(at != map_.stored.end(), name);
+  return files_.tensor(files_.tensors()[at->second]);
+}
+
 Weight Checkpoint::weight(const std::string& name) const {
   const InventoryEntry& e = entry(name);
   if (e.role != Role::linear && e.role != Role::expert) return {part(name, e.shape), {}};
-  StackedExpert stack;
-  const Codec codec = codec_of(locate(name, stack)->dtype);
+  const Codec codec = this->codec(name);
   Weight w{part(name, data_shape(codec, e.shape[0], e.shape[1])), {}};
   if (codec == Codec::fp8 || codec == Codec::fp4)
     w.scale = scale(scale_name(name), scale_shape(codec, e.shape[0], e.shape[1]));
@@ -258,8 +269,7 @@ void Checkpoint::drop(const std::string& name) const {
   const InventoryEntry& e = entry(name);
   const StoredTensor* stored;
   const bool packable = e.role == Role::linear || e.role == Role::expert;
-  StackedExpert stack;
-  const Codec codec = packable ? codec_of(locate(name, stack)->dtype) : Codec::f32;
+  const Codec codec = packable ? this->codec(name) : Codec::f32;
   const Tensor data = part(name, packable ? data_shape(codec, e.shape[0], e.shape[1]) : e.shape, &stored);
   files_.drop(data, *stored);
   if (codec != Codec::fp8 && codec != Codec::fp4) return;

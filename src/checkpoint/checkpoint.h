@@ -47,6 +47,9 @@ class Checkpoint {
   // The data as stored (see Weight for dtypes and shapes) and the scale as e8m0, for the released name of any
   // inventory entry. Memory is the mapping. Error: a scale is NaN or, stored as FP32, no power of two.
   Weight weight(const std::string& name) const;
+  Codec codec(const std::string& name) const;  // format of the data of an entry that is no table
+  // A recognised tensor that is not used, as stored.
+  Tensor extra(const std::string& name) const;
   // Any entry but a table as FP32 values [shape]; a copy unless it is stored so.
   Tensor floats(const std::string& name) const { return decode(weight(name)); }
   // A table of experts (ffn.gate.tid2eid) as i32 [V, K], each checked to be 0..n_routed_experts-1.

@@ -153,6 +153,26 @@ std::vector<TensorSpec> released_tensors(const ModelConfig& config) {
   return specs;
 }
 
+ParameterCounts count_parameters(const ModelConfig& config) {
+  ParameterCounts n;
+  int64_t routed = 0;
+  for (const InventoryEntry& e : inventory(config)) {
+    if (e.role == Role::table) continue;
+    const int64_t values = numel_of(e.shape);
+    if (e.name.starts_with("mtp.")) {
+      n.mtp += values;
+      continue;
+    }
+    n.backbone += values;
+    if (e.role == Role::expert)
+      routed += values;
+    else if (e.name != "embed.weight")
+      n.active += values;
+  }
+  n.active += routed / config.n_routed_experts * config.num_experts_per_tok;
+  return n;
+}
+
 bool is_extra_mtp(const std::string& canonical, const ModelConfig& config) {
   if (!canonical.starts_with("mtp.")) return false;
   if (config.dspark || std::atoi(canonical.c_str() + 4) >= config.num_nextn_predict_layers) return true;

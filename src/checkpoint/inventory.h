@@ -37,6 +37,13 @@ std::string scale_name(const std::string& data_name);
 // Every stored tensor of the released layout, scales after their data.
 std::vector<TensorSpec> released_tensors(const ModelConfig& config);
 
+// Trained values, unpacked (expert tables do not count). active: what one token multiplies with, the input embedding
+// left out; of the routed experts num_experts_per_tok.
+struct ParameterCounts {
+  int64_t backbone = 0, active = 0, mtp = 0;
+};
+ParameterCounts count_parameters(const ModelConfig& config);
+
 // Tensors under mtp. that belong to no MTP layer of the configuration: layers beyond num_nextn_predict_layers, and the
 // DSpark drafter of the 0731 and later releases (main_proj, confidence_head, ...). Recognised, reported, not used.
 bool is_extra_mtp(const std::string& canonical, const ModelConfig& config);
