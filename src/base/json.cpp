@@ -8,7 +8,8 @@
 
 namespace plumb {
 
-nlohmann::ordered_json parse_json(std::string_view text, const std::string& where) {
+nlohmann::ordered_json read_json_file(const std::string& path) {
+  const std::string text = read_text(path);
   try {
     return nlohmann::ordered_json::parse(text);
   } catch (const nlohmann::json::parse_error& e) {
@@ -16,10 +17,8 @@ nlohmann::ordered_json parse_json(std::string_view text, const std::string& wher
     const auto line = 1 + std::count(text.begin(), text.begin() + static_cast<ptrdiff_t>(at), '\n');
     std::string what = e.what();
     if (const size_t colon = what.find(": "); colon != std::string::npos) what = what.substr(colon + 2);
-    fail(where + ":" + std::to_string(line), "is not valid JSON: " + what, "fix or download the file again");
+    fail(path + ":" + std::to_string(line), "is not valid JSON: " + what, "fix or download the file again");
   }
 }
-
-nlohmann::ordered_json read_json(const std::string& path) { return parse_json(read_text(path), path); }
 
 }  // namespace plumb

@@ -38,7 +38,7 @@ void refuse_unknown_arithmetic(const ordered_json& config, const std::string& wh
 
 void read_config(StoredAdapter& adapter, const std::string& folder) {
   const std::string where = folder + "/adapter_config.json";
-  const ordered_json config = read_json(where);
+  const ordered_json config = read_json_file(where);
   if (!config.is_object() || config.value("peft_type", ordered_json()) != "LORA")
     fail(where, "peft_type is not \"LORA\"", "give a LoRA adapter");
   if (!config.contains("r") || !config["r"].is_number_integer() || config["r"].get<int64_t>() < 1)

@@ -185,7 +185,7 @@ void Safetensors::add_index(const std::string& path) {
   std::unordered_map<std::string, std::string> shard_of;
   std::set<std::string> shards;
   {
-    const nlohmann::ordered_json index = read_json(path);
+    const nlohmann::ordered_json index = read_json_file(path);
     if (!index.is_object() || !index.contains("weight_map") || !index["weight_map"].is_object())
       fail(path, "has no weight_map", "give the index of a sharded checkpoint");
     for (const auto& [name, file] : index["weight_map"].items()) {
