@@ -12,7 +12,7 @@
 
 namespace plumb {
 
-// u8 also holds packed FP4 (two e2m1 codes a byte, low nibble = even element).
+// i8 also holds packed FP4 (two e2m1 codes a byte, low nibble = even element), as in safetensors files.
 enum class DType : uint8_t { f32, f64, bf16, f16, f8_e4m3, f8_e8m0, u8, i8, i32, i64 };
 size_t dtype_size(DType t);
 const char* dtype_name(DType t);  // "f32", "bf16", "f8_e4m3", ...

@@ -25,7 +25,7 @@ void check_weight(const Linear& w) {
       type = DType::f8_e4m3, scale = {(out + 127) / 128, (in + 127) / 128};
       break;
     case WeightFormat::fp4:
-      type = DType::u8, data = {out, in / 2}, scale = {out, in / 32};
+      type = DType::i8, data = {out, in / 2}, scale = {out, in / 32};
       if (in % 32 != 0) fail("linear", "an FP4 weight has " + std::to_string(in) + " inputs", "use a multiple of 32");
       break;
   }

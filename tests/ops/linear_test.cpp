@@ -63,7 +63,7 @@ TEST_P(EachUnit, EveryCodeOfFp8AndFp4IsWidenedExactly) {
     w8.format = WeightFormat::fp8, w8.out = 256, w8.in = 40;
     w8.data = Tensor::empty({256, 40}, DType::f8_e4m3), w8.scale = Tensor::empty({2, 1}, DType::f8_e8m0);
     w4.format = WeightFormat::fp4, w4.out = 16, w4.in = 64;
-    w4.data = Tensor::empty({16, 32}, DType::u8), w4.scale = Tensor::empty({16, 2}, DType::f8_e8m0);
+    w4.data = Tensor::empty({16, 32}, DType::i8), w4.scale = Tensor::empty({16, 2}, DType::f8_e8m0);
     for (int i = 0; i < 256 * 40; ++i) w8.data.ptr<uint8_t>()[i] = static_cast<uint8_t>(i / 40);
     for (int i = 0; i < 16 * 32; ++i) w4.data.ptr<uint8_t>()[i] = static_cast<uint8_t>(i / 32 * 17);
     for (Linear* w : {&w8, &w4}) {

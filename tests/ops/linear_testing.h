@@ -45,7 +45,7 @@ inline Linear random_linear(WeightFormat format, int out, int in, Random& random
       bytes(w.scale, [&] { return 118 + random.below(4); });
       break;
     case WeightFormat::fp4:
-      w.data = Tensor::empty({out, in / 2}, DType::u8);
+      w.data = Tensor::empty({out, in / 2}, DType::i8);
       w.scale = Tensor::empty({out, in / 32}, DType::f8_e8m0);
       bytes(w.data, [&] { return random.below(256); });
       bytes(w.scale, [&] { return 121 + random.below(5); });
