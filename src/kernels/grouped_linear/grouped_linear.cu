@@ -67,7 +67,8 @@ void check_product(const Weights& w, const Activations& a, const Plan& plan) {
               std::to_string(a.rows) + ", " + std::to_string(w.n));
   require(aligned(w.records, 128) && aligned(a.values, 128),
           "records and activation values must be aligned to 128 bytes");
-  require(w.bases && a.scales, "weight bases or activation scales are missing");
+  require(aligned(w.bases, 16) && aligned(a.scales, 16),
+          "weight bases and activation scales must be aligned to 16 bytes");
   require(aligned(plan.workspace, 256), "the plan's workspace must be aligned to 256 bytes");
 }
 
@@ -101,13 +102,16 @@ void launch_product(const Weights& w, const Activations& a, const Plan& plan, Ep
   const Workspace space = workspace_of(plan);
   p.records = w.records, p.bases = w.bases, p.token_scales = a.scales;
   p.tiles = space.tiles, p.tile_count = space.counters, p.queue = space.counters + 1, p.stash = space.stash;
-  p.n = w.n, p.k_blocks = w.k / kBlock, p.row_stride = plan.rows;
+  p.n = w.n, p.k_blocks = w.k / kBlock;
+  p.row_stride = scale_stride(plan.rows), p.base_stride = base_stride(w.k);
   const bool wide = plan.width == kWideRows;
   const CUtensorMap tokens = hopper::byte_matrix_map(a.values, a.rows, w.k, wide ? kWideTokenBox : plan.width);
+  const CUtensorMap scales =
+      hopper::float_matrix_map(a.scales, p.k_blocks, scale_stride(a.rows), kWideScaleBox, kWideRows);
   const int blocks =
       static_cast<int>(std::min<int64_t>(multiprocessors(), tile_capacity(plan.groups, plan.rows, plan.n, plan.width)));
   if (wide)
-    launch_wide(w.format, epilogue, blocks, tokens, p, stream);
+    launch_wide(w.format, epilogue, blocks, tokens, scales, p, stream);
   else
     launch_narrow(plan.width, w.format, epilogue, blocks, tokens, p, stream);
 }

@@ -2,11 +2,11 @@
 // of the tensor cores and the activations ("tokens") the n columns: FP4 codes are then expanded straight into operand
 // registers, and a tile may be 8, 16 or 64 tokens wide with the same records and the same bits as wide.cu.
 //
-// A block of three warpgroups computes 256 weight rows (one record row) x kTokens. Warpgroup 0: warp 0 feeds the stages
-// through the copy engine, warp 1 prepares scales. Warpgroups 1 and 2 own 128 rows each, as two slabs of 64: the four
-// products of a slab with 128 of K go to `partial`, are scaled and added to the FP32 `total`. Codes are expanded while
-// the warpgroup's own products run: slab 1's during slab 0's, the next K block's slab 0 during slab 1's. While one
-// warpgroup promotes, the other one's products keep the tensor cores busy.
+// A block computes 256 weight rows (one record row) x kTokens. Warpgroup 0: warp 0 feeds the stages through the copy
+// engine, warp 1 prepares scales. The others are consumers: the four products of a slab of 64 weight rows with 128 of K
+// go to `partial`, are scaled and added to the FP32 `total`. Up to 16 tokens there are four consumers with a slab each:
+// what counts is the time from a stage's arrival to its release, and four short chains are shorter than two long ones.
+// For 64 tokens, whose accumulators need the registers, there are two with two slabs each.
 #include "kernels/grouped_linear/activation.cuh"
 #include "kernels/grouped_linear/launch.cuh"
 #include "kernels/grouped_linear/problem.cuh"
@@ -19,12 +19,13 @@ namespace {
 
 using namespace hopper;
 
-constexpr int kThreads = 384, kConsumers = 256;
-constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;  // 128 * 40 + 256 * 232 = 384 * 168
-constexpr int kScaleChunk = 8;                                    // K blocks whose scales are prepared together
+constexpr int kScaleChunk = 8;  // K blocks whose scales are prepared together
 
 template <int kTokens, WeightFormat kFormat>
 struct Memory {
+  static constexpr int kSlabs = kTokens <= 16 ? 1 : 2;  // of a consumer
+  static constexpr int kConsumers = 4 / kSlabs, kConsumerThreads = 128 * kConsumers, kThreads = 128 + kConsumerThreads;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = kSlabs == 1 ? 104 : 232;
   static constexpr bool kPacked = kFormat == WeightFormat::fp4;
   static constexpr int kStages = kPacked ? (kTokens <= 16 ? 8 : 6) : (kTokens <= 16 ? 5 : 4);
   static constexpr int kRecordBytes = record_bytes(kFormat);
@@ -51,8 +52,8 @@ struct Memory {
   }
 
   __device__ void init_barriers() const {
-    for (int i = 0; i < kStages; ++i) barrier_init(full(i), 1), barrier_init(empty(i), 8);
-    for (int i = 0; i < 2; ++i) barrier_init(scales_full(i), 32), barrier_init(scales_empty(i), 8);
+    for (int i = 0; i < kStages; ++i) barrier_init(full(i), 1), barrier_init(empty(i), 4 * kConsumers);
+    for (int i = 0; i < 2; ++i) barrier_init(scales_full(i), 32), barrier_init(scales_empty(i), 4 * kConsumers);
     barrier_init_fence();
   }
 };
@@ -97,7 +98,7 @@ __device__ __forceinline__ void prepare_scales(const M& m, const Problem& p, int
   uint32_t chunk = 0;
   for_each_tile(p, [&](const Tile& tile) {
     const float* bases =
-        p.bases + (static_cast<size_t>(tile.group) * (p.n / kBlock) + tile.weight_tile * 2) * p.k_blocks;
+        p.bases + (static_cast<size_t>(tile.group) * (p.n / kBlock) + tile.weight_tile * 2) * p.base_stride;
     for (int first = 0; first < p.k_blocks; first += kScaleChunk, ++chunk) {
       const uint32_t place = m.start + M::kScaleStart + ring_slot<2>(chunk) * M::kScaleBytes;
       barrier_wait(m.scales_empty(ring_slot<2>(chunk)), ring_parity<2>(chunk) ^ 1);
@@ -108,22 +109,22 @@ __device__ __forceinline__ void prepare_scales(const M& m, const Problem& p, int
         const float scale = p.token_scales[static_cast<size_t>(first + kb) * p.row_stride + row];
         const uint32_t at = place + (kb * 2 * M::kScaleRow + scale_place(token)) * 4;
         store_shared_float(at, scale * bases[first + kb]);
-        store_shared_float(at + M::kScaleRow * 4, scale * bases[p.k_blocks + first + kb]);
+        store_shared_float(at + M::kScaleRow * 4, scale * bases[p.base_stride + first + kb]);
       }
       barrier_arrive(m.scales_full(ring_slot<2>(chunk)));
     }
   });
 }
 
-// total += partial * scale for both slabs.
-template <int kTokens>
-__device__ __forceinline__ void promote(float (&total)[2][kTokens / 2], const float (&partial)[2][kTokens / 2],
-                                        uint32_t scales) {
+// total += partial * scale.
+template <int kTokens, int kSlabs>
+__device__ __forceinline__ void promote(float (&total)[kSlabs][kTokens / 2],
+                                        const float (&partial)[kSlabs][kTokens / 2], uint32_t scales) {
 #pragma unroll
   for (int pair = 0; pair < (kTokens + 15) / 16; ++pair) {  // 16 tokens
     const float4 s = load_shared_floats(scales + pair * 64);
 #pragma unroll
-    for (int slab = 0; slab < 2; ++slab)
+    for (int slab = 0; slab < kSlabs; ++slab)
 #pragma unroll
       for (int i = 8 * pair; i < 8 * pair + 8 && i < kTokens / 2; ++i)
         total[slab][i] = fmaf(partial[slab][i], i & 4 ? (i & 1 ? s.z : s.w) : (i & 1 ? s.x : s.y), total[slab][i]);
@@ -150,7 +151,7 @@ __device__ __forceinline__ void stage_slab(const M& m, const float (&total)[kTok
 
 template <typename M>
 __device__ __forceinline__ void write_bf16(const M& m, const Problem& p, const Tile& tile, int thread) {
-  for (int i = thread; i < tile.rows * 32; i += kConsumers) {
+  for (int i = thread; i < tile.rows * 32; i += M::kConsumerThreads) {
     const int token = i / 32, chunk = i % 32;
     *reinterpret_cast<uint4*>(p.out + static_cast<size_t>(tile.first_row + token) * p.n +
                               tile.weight_tile * kRecordRows + chunk * 8) =
@@ -163,7 +164,7 @@ __device__ __forceinline__ void write_bf16(const M& m, const Problem& p, const T
 template <typename M>
 __device__ __forceinline__ void write_hidden(const M& m, const Problem& p, const Tile& tile, int thread) {
   const int lane = thread % 32, pair = lane % 8, slab = pair / 4, chunk = pair % 4 * 2, byte = lane / 8 * 4;
-  for (int token = thread / 32; token < tile.rows; token += kConsumers / 32) {
+  for (int token = thread / 32; token < tile.rows; token += M::kConsumerThreads / 32) {
     const size_t row = tile.first_row + token;
     const float weight = p.route_weight ? p.route_weight[row] : 1.0f;
     uint32_t hidden[2];
@@ -183,16 +184,18 @@ __device__ __forceinline__ void write_hidden(const M& m, const Problem& p, const
 
 template <int kTokens, Epilogue kEpilogue, typename M>
 __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner, int thread) {
-  const int lane = thread % 32;
-  // Offsets of this thread's codes and exponents inside a record, for this warpgroup's first slab.
-  const uint32_t codes_at = M::kTokenBytes + owner * 2 * kSlabCodeBytes + thread * 16;
-  const uint32_t offsets_at = M::kTokenBytes + 4 * kSlabCodeBytes + owner * 2 * kSlabOffsetBytes + thread * 2;
+  constexpr int kSlabs = M::kSlabs;
+  const int lane = thread % 32, first_slab = owner * kSlabs, half = first_slab / 2;
+  // Offsets of this thread's codes and exponents inside a stage, for this consumer's first slab.
+  const uint32_t codes_at = M::kTokenBytes + first_slab * kSlabCodeBytes + thread * 16;
+  const uint32_t offsets_at = M::kTokenBytes + 4 * kSlabCodeBytes + first_slab * kSlabOffsetBytes + thread * 2;
   RingPosition<M::kStages> here;
   uint32_t chunk = 0;
-  float total[2][kTokens / 2], partial[2][kTokens / 2];
-  uint32_t operand[2][16];
+  float total[kSlabs][kTokens / 2], partial[kSlabs][kTokens / 2];
+  uint32_t operand[kSlabs][16];
 
   const auto multiply = [&](int slab, uint32_t place) {  // four products over 128 of K; `place` is the stage
+    product_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       const uint64_t tokens = swizzled_operand(swizzled_low(place) + 2 * step);
@@ -201,78 +204,84 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
       else
         Fp8Product<kTokens>::rows_from_shared(
             partial[slab],
-            swizzled_operand(swizzled_low(place + M::kTokenBytes) + (owner * 2 + slab) * (kSlabRows * kBlock / 16) +
+            swizzled_operand(swizzled_low(place + M::kTokenBytes) + (first_slab + slab) * (kSlabRows * kBlock / 16) +
                              2 * step),
             tokens, step > 0);
     }
     product_commit();
   };
-  const auto expand = [&](int slab, uint32_t place) {
-    if constexpr (M::kPacked)
-      expand_slab(operand[slab],
-                  load_slab(place + codes_at + slab * kSlabCodeBytes, place + offsets_at + slab * kSlabOffsetBytes));
+  const auto load = [&](int slab, uint32_t place) {
+    return load_slab(place + codes_at + slab * kSlabCodeBytes, place + offsets_at + slab * kSlabOffsetBytes);
   };
 
   for_each_tile(p, [&](const Tile& tile) {
 #pragma unroll
-    for (int i = 0; i < kTokens / 2; ++i) total[0][i] = total[1][i] = 0.0f;
+    for (int slab = 0; slab < kSlabs; ++slab)
+#pragma unroll
+      for (int i = 0; i < kTokens / 2; ++i) total[slab][i] = 0.0f;
     barrier_wait(m.full(here.slot), here.parity);
-    expand(0, m.stage(here.slot));
+    if constexpr (M::kPacked) expand_slab(operand[0], load(0, m.stage(here.slot)));
 
     for (int kb = 0; kb < p.k_blocks; ++kb) {
       const uint32_t slot = here.slot;
-      const bool first_of_chunk = kb % kScaleChunk == 0;
-      const bool last_of_chunk = kb % kScaleChunk == kScaleChunk - 1 || kb + 1 == p.k_blocks;
+      const bool last = kb + 1 == p.k_blocks;
       const uint32_t scales = m.start + M::kScaleStart + ring_slot<2>(chunk) * M::kScaleBytes +
-                              ((kb % kScaleChunk) * 2 + owner) * M::kScaleRow * 4 + (lane % 4) * 16;
+                              ((kb % kScaleChunk) * 2 + half) * M::kScaleRow * 4 + (lane % 4) * 16;
       here = here.after(1);
-      product_fence();
       multiply(0, m.stage(slot));
-      expand(1, m.stage(slot));
-      product_fence();
-      multiply(1, m.stage(slot));
-      if (first_of_chunk) barrier_wait(m.scales_full(ring_slot<2>(chunk)), ring_parity<2>(chunk));
-      if (kb + 1 < p.k_blocks) {
+      if constexpr (kSlabs == 2) {  // codes of slab 1 are expanded while the products of slab 0 run
+        if constexpr (M::kPacked) expand_slab(operand[1], load(1, m.stage(slot)));
+        multiply(1, m.stage(slot));
+      }
+      if (kb % kScaleChunk == 0) barrier_wait(m.scales_full(ring_slot<2>(chunk)), ring_parity<2>(chunk));
+      RawSlab next;
+      if (!last) {
         barrier_wait(m.full(here.slot), here.parity);
-        product_wait<1>();  // slab 0's operand registers are free now
-        expand(0, m.stage(here.slot));
+        if constexpr (M::kPacked) next = load(0, m.stage(here.slot));
+        if constexpr (M::kPacked && kSlabs == 2) {
+          product_wait<1>();  // slab 0's operand registers are free
+          expand_slab(operand[0], next);
+        }
       }
       product_wait<0>();
       if (lane == 0) barrier_arrive(m.empty(slot));
-      promote<kTokens>(total, partial, scales);
-      if (last_of_chunk) {
+      promote<kTokens, kSlabs>(total, partial, scales);
+      if constexpr (M::kPacked && kSlabs == 1)
+        if (!last) expand_slab(operand[0], next);
+      if (kb % kScaleChunk == kScaleChunk - 1 || last) {
         if (lane == 0) barrier_arrive(m.scales_empty(ring_slot<2>(chunk)));
         ++chunk;
       }
     }
 #pragma unroll
-    for (int slab = 0; slab < 2; ++slab) stage_slab<kTokens>(m, total[slab], owner * 2 + slab, thread / 32, lane);
-    group_barrier(1, kConsumers);
+    for (int slab = 0; slab < kSlabs; ++slab) stage_slab<kTokens>(m, total[slab], first_slab + slab, thread / 32, lane);
+    group_barrier(1, M::kConsumerThreads);
     if constexpr (kEpilogue == Epilogue::bf16)
       write_bf16(m, p, tile, owner * 128 + thread);
     else
       write_hidden(m, p, tile, owner * 128 + thread);
-    group_barrier(1, kConsumers);  // the staging area is free for the next tile
+    group_barrier(1, M::kConsumerThreads);  // the staging area is free for the next tile
   });
 }
 
 template <int kTokens, WeightFormat kFormat, Epilogue kEpilogue>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(Memory<kTokens, kFormat>::kThreads, 1)
     narrow_kernel(const __grid_constant__ CUtensorMap tokens, const Problem p) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  const Memory<kTokens, kFormat> m{static_cast<uint32_t>(uniform(shared_address(shared)))};
+  using M = Memory<kTokens, kFormat>;
+  const M m{static_cast<uint32_t>(uniform(shared_address(shared)))};
   const int group = uniform(threadIdx.x / 128);
   if (threadIdx.x == 0) m.init_barriers();
   __syncthreads();
 
   if (group == 0) {
-    give_registers<kProducerRegisters>();
+    give_registers<M::kProducerRegisters>();
     if (threadIdx.x == 0)
       feed(m, &tokens, p);
     else if (threadIdx.x >= 32 && threadIdx.x < 64)
       prepare_scales<kTokens>(m, p, threadIdx.x % 32);
   } else {
-    take_registers<kConsumerRegisters>();
+    take_registers<M::kConsumerRegisters>();
     consume<kTokens, kEpilogue>(m, p, group - 1, threadIdx.x % 128);
   }
 }
@@ -281,7 +290,7 @@ template <int kTokens, WeightFormat kFormat>
 void launch(Epilogue epilogue, int blocks, const CUtensorMap& tokens, const Problem& p, cudaStream_t stream) {
   launch_with_shared(epilogue == Epilogue::bf16 ? narrow_kernel<kTokens, kFormat, Epilogue::bf16>
                                                 : narrow_kernel<kTokens, kFormat, Epilogue::swiglu>,
-                     blocks, kThreads, Memory<kTokens, kFormat>::kBytes, stream, tokens, p);
+                     blocks, Memory<kTokens, kFormat>::kThreads, Memory<kTokens, kFormat>::kBytes, stream, tokens, p);
 }
 
 template <int kTokens>

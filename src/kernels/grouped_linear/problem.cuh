@@ -21,7 +21,7 @@ struct Problem {
   const Tile* tiles;
   const int* tile_count;
   int* queue;  // the wide kernel's counter of tiles taken, zero at launch
-  int n, k_blocks, row_stride;
+  int n, k_blocks, row_stride, base_stride;
   uint16_t* out;    // Epilogue::bf16
   uint8_t* hidden;  // Epilogue::swiglu
   float* hidden_scales;
@@ -33,10 +33,11 @@ struct Problem {
 constexpr int kWideRows = 256, kWideThreads = 512, kWideConsumers = 256;
 constexpr int kStashVectors = 16 * kWideConsumers;  // 256 rows x 128 gates in bf16
 
-void launch_wide(WeightFormat format, Epilogue epilogue, int blocks, const CUtensorMap& tokens, const Problem& problem,
-                 cudaStream_t stream);
+void launch_wide(WeightFormat format, Epilogue epilogue, int blocks, const CUtensorMap& tokens,
+                 const CUtensorMap& scales, const Problem& problem, cudaStream_t stream);
 void launch_narrow(int width, WeightFormat format, Epilogue epilogue, int blocks, const CUtensorMap& tokens,
                    const Problem& problem, cudaStream_t stream);
+constexpr int kWideScaleBox = 8;   // K blocks of a copy of scales
 constexpr int kWideTokenBox = 64;  // rows a copy of the wide kernel takes; the narrow kernel takes `width`
 
 // ---- FP4 operands ---------------------------------------------------------------------------------------------------

@@ -7,8 +7,8 @@
 //
 // A block of four warpgroups takes tiles of up to 256 tokens x 256 weight rows (one record row) from a queue, and
 // computes the two halves of 128 weight rows one after the other.
-//   0: warp 0 takes tiles and feeds the token rings, warp 2 feeds the code ring (copy engine), warp 1 prepares scales
-//   0, 1: warps 3 to 7 convert: codes -> e4m3 in the 128-byte swizzle (FP8 weights go straight to the weight ring)
+//   0: warp 0 takes tiles and feeds the rings of tokens and scales, warp 1 the ring of codes (copy engine)
+//   0, 1: warps 2 to 7 convert: codes -> e4m3 in the 128-byte swizzle (FP8 weights go straight to the weight ring)
 //   2, 3: consumers; number i owns the 64-token slabs i and i + 2, so that a half-filled tile stays balanced
 // A slab's four products over 128 of K go to `partial`, which is then scaled and added to the slab's FP32 `total`.
 // While one consumer does that, the other one's products keep the tensor cores busy.
@@ -26,10 +26,9 @@ using namespace hopper;
 
 constexpr int kHalfRows = 128;                                  // weight rows of one half
 constexpr int kHelperRegisters = 48, kConsumerRegisters = 208;  // (2 * 48 + 2 * 208) * 128 = 64 K
-constexpr int kConverters = 5;  // warps; each takes 16 rows of both slabs of a K block at a time
-constexpr int kScaleChunk = 8;  // K blocks whose scales are prepared together,
-constexpr int kScalePart = 4;   // and of which so many are in flight
-constexpr int kStages = 4;      // of codes, of weights and of the queue
+constexpr int kConverters = 6;              // warps; each takes 16 rows of both slabs of a K block at a time
+constexpr int kScaleChunk = kWideScaleBox;  // K blocks whose scales arrive together
+constexpr int kStages = 4;                  // of codes, of weights and of the queue
 
 // Shared memory by 32-bit addresses. Each consumer has its own ring of token slabs: it releases a slab as soon as its
 // products are done and does not wait for the other consumer, and a tile of 128 tokens prefetches twice as far as one
@@ -41,8 +40,9 @@ struct Memory {
   static constexpr int kSlabBytes = kSlabRows * kBlock;
   static constexpr int kCodeBytes = kPacked ? 2 * (kSlabCodeBytes + kSlabOffsetBytes) : 0;
   static constexpr int kWeightBytes = kHalfRows * kBlock;
-  static constexpr int kScaleBytes = kScaleChunk * kWideRows * 4;
-  static constexpr int kWarpOutputBytes = 16 * 128;  // 16 tokens x 64 weights in bf16
+  static constexpr int kTokenScaleBytes = kScaleChunk * kWideRows * 4;
+  static constexpr int kScaleBytes = kTokenScaleBytes + 128;  // and the bases of the weight blocks
+  static constexpr int kWarpOutputBytes = 16 * 128;           // 16 tokens x 64 weights in bf16
   static constexpr int kWeightStart = 2 * kSlabSlots * kSlabBytes;
   static constexpr int kCodeStart = kWeightStart + kStages * kWeightBytes;
   static constexpr int kScaleStart = kCodeStart + kStages * kCodeBytes;
@@ -69,16 +69,21 @@ struct Memory {
   __device__ __forceinline__ uint32_t scales_full(uint32_t i) const { return codes_full(6 * kStages + i); }
   __device__ __forceinline__ uint32_t scales_empty(uint32_t i) const { return codes_full(6 * kStages + 2 + i); }
 
+  // The chunk's token scales, [kScaleChunk][kWideRows], then the bases, [kScaleChunk].
+  __device__ __forceinline__ uint32_t scales(uint32_t chunk) const {
+    return start + kScaleStart + ring_slot<2>(chunk) * kScaleBytes;
+  }
+
   __device__ void init_barriers() const {
     for (int i = 0; i < kSlabSlots; ++i)
       for (int owner = 0; owner < 2; ++owner)
         barrier_init(tokens_full(owner, i), 1), barrier_init(tokens_empty(owner, i), 4);
     for (int i = 0; i < kStages; ++i) {
-      barrier_init(codes_full(i), 1), barrier_init(codes_empty(i), 4);
+      barrier_init(codes_full(i), 1), barrier_init(codes_empty(i), 128);
       barrier_init(weights_full(i), kPacked ? 128 : 1), barrier_init(weights_empty(i), 8);
-      barrier_init(queue_full(i), 1), barrier_init(queue_empty(i), 10 + (kPacked ? kConverters : 0));
+      barrier_init(queue_full(i), 1), barrier_init(queue_empty(i), 9 + (kPacked ? kConverters : 0));
     }
-    for (int i = 0; i < 2; ++i) barrier_init(scales_full(i), 32), barrier_init(scales_empty(i), 8);
+    for (int i = 0; i < 2; ++i) barrier_init(scales_full(i), 1), barrier_init(scales_empty(i), kWideConsumers);
     barrier_init_fence();
   }
 };
@@ -103,33 +108,47 @@ __device__ __forceinline__ void queue_publish(const M& m, uint32_t item, const T
   barrier_arrive(m.queue_full(ring_slot<kStages>(item)));
 }
 
-// ---- One thread: takes tiles and feeds both token rings
-// --------------------------------------------------------------
+// ---- One thread: takes tiles, and feeds both token rings and the scales
+// ----------------------------------------------------
 template <typename M>
-__device__ __forceinline__ void feed_tokens(const M& m, const CUtensorMap* map, const Problem& p) {
+__device__ __forceinline__ void feed_tokens(const M& m, const CUtensorMap* token_map, const CUtensorMap* scale_map,
+                                            const Problem& p) {
   const int tile_count = *p.tile_count;
   const auto load_tile = [&](int i) { return i < tile_count ? p.tiles[i] : Tile{0, 0, 0, 0}; };
   RingPosition<M::kSlabSlots> position[2];
+  uint32_t chunk = 0;
   Tile tile = load_tile(blockIdx.x);
   queue_publish(m, 0, tile);
   for (uint32_t item = 1; tile.rows > 0; ++item) {
     const int next_index = gridDim.x + atomicAdd(p.queue, 1);  // used a K block later: nobody waits for it
     Tile next;
     const int slabs = (tile.rows + kSlabRows - 1) / kSlabRows;
-    for (int step = 0; step < 2 * p.k_blocks; ++step) {
-      const int kb = step < p.k_blocks ? step : step - p.k_blocks;
+    for (int half = 0; half < 2; ++half) {
+      const float* bases =
+          p.bases + (static_cast<size_t>(tile.group) * (p.n / kBlock) + tile.weight_tile * 2 + half) * p.base_stride;
+      for (int kb = 0; kb < p.k_blocks; ++kb) {
+        if (kb % kScaleChunk == 0) {
+          const uint32_t full = m.scales_full(ring_slot<2>(chunk)), place = m.scales(chunk);
+          const uint32_t base_bytes = min(kScaleChunk, p.base_stride - kb) * 4;
+          barrier_wait(m.scales_empty(ring_slot<2>(chunk)), ring_parity<2>(chunk) ^ 1);
+          barrier_arrive_expect(full, M::kTokenScaleBytes + base_bytes);
+          copy_tensor_2d(place, scale_map, tile.first_row, kb, full);
+          copy_bulk(place + M::kTokenScaleBytes, bases + kb, base_bytes, full);
+          ++chunk;
+        }
 #pragma unroll
-      for (int slab = 0; slab < kWideRows / kSlabRows; ++slab) {
-        if (slab >= slabs) break;
-        RingPosition<M::kSlabSlots>& here = position[slab & 1];
-        const uint32_t full = m.tokens_full(slab & 1, here.slot);
-        barrier_wait(m.tokens_empty(slab & 1, here.slot), here.parity ^ 1);
-        barrier_arrive_expect(full, M::kSlabBytes);
-        copy_tensor_2d(m.start + ((slab & 1) * M::kSlabSlots + here.slot) * M::kSlabBytes, map, kb * kBlock,
-                       tile.first_row + slab * kSlabRows, full);
-        here = here.after(1);
+        for (int slab = 0; slab < kWideRows / kSlabRows; ++slab) {
+          if (slab >= slabs) break;
+          RingPosition<M::kSlabSlots>& here = position[slab & 1];
+          const uint32_t full = m.tokens_full(slab & 1, here.slot);
+          barrier_wait(m.tokens_empty(slab & 1, here.slot), here.parity ^ 1);
+          barrier_arrive_expect(full, M::kSlabBytes);
+          copy_tensor_2d(m.start + ((slab & 1) * M::kSlabSlots + here.slot) * M::kSlabBytes, token_map, kb * kBlock,
+                         tile.first_row + slab * kSlabRows, full);
+          here = here.after(1);
+        }
+        if (half == 0 && kb == 0) queue_publish(m, item, next = load_tile(next_index));
       }
-      if (step == 0) queue_publish(m, item, next = load_tile(next_index));
     }
     tile = next;
   }
@@ -170,44 +189,7 @@ __device__ __forceinline__ void feed_weights(const M& m, const Problem& p) {
   }
 }
 
-// ---- One warp: token scale * weight base, a chunk of K blocks ahead
-// --------------------------------------------------
-template <typename M>
-__device__ __forceinline__ void prepare_scales(const M& m, const Problem& p, int lane) {
-  uint32_t chunk = 0;
-  for (uint32_t item = 0;; ++item) {
-    const Tile tile = queue_read(m, item);
-    __syncwarp();
-    queue_release(m, item, lane == 0);
-    if (tile.rows == 0) return;
-    for (int half = 0; half < 2; ++half) {
-      const float* bases =
-          p.bases + (static_cast<size_t>(tile.group) * (p.n / kBlock) + tile.weight_tile * 2 + half) * p.k_blocks;
-      for (int first = 0; first < p.k_blocks; first += kScaleChunk, ++chunk) {
-        const uint32_t place = m.start + M::kScaleStart + ring_slot<2>(chunk) * M::kScaleBytes;
-        const int count = min(kScaleChunk, p.k_blocks - first);
-        barrier_wait(m.scales_empty(ring_slot<2>(chunk)), ring_parity<2>(chunk) ^ 1);
-        for (int part = 0; part < count; part += kScalePart) {
-          float base[kScalePart];
-#pragma unroll
-          for (int i = 0; i < kScalePart; ++i) base[i] = part + i < count ? bases[first + part + i] : 0.0f;
-          const float* scales = p.token_scales + static_cast<size_t>(first + part) * p.row_stride + tile.first_row;
-#pragma unroll 2
-          for (int token = lane; token < tile.rows; token += 32) {
-#pragma unroll
-            for (int i = 0; i < kScalePart; ++i)
-              if (part + i < count)
-                store_shared_float(place + ((part + i) * kWideRows + token) * 4,
-                                   scales[i * p.row_stride + token] * base[i]);
-          }
-        }
-        barrier_arrive(m.scales_full(ring_slot<2>(chunk)));
-      }
-    }
-  }
-}
-
-// ---- Five warps: codes -> e4m3. Unit u is strip u % 4 (16 rows of each slab) of K block u / 4
+// ---- Six warps: codes -> e4m3. Unit u is strip u % 4 (16 rows of each slab) of K block u / 4
 // -------------------------
 template <typename M>
 __device__ __forceinline__ void convert(const M& m, const Problem& p, int converter, int lane) {
@@ -224,40 +206,35 @@ __device__ __forceinline__ void convert(const M& m, const Problem& p, int conver
     raw[0] = load_slab(codes_at + at + strip * 512, offsets_at + at + strip * 64);
     raw[1] = load_slab(codes_at + at + strip * 512 + kSlabCodeBytes, offsets_at + at + strip * 64 + kSlabOffsetBytes);
   };
-  // The converters do not care where tiles begin; the queue tells them only how many units there are.
-  uint32_t item = 0, known = 0;
-  const auto exists = [&](uint32_t unit) {
-    if (unit < known) return true;
-    const bool more = uniform(queue_read(m, item).rows) > 0;
+  uint32_t unit = converter, units = 0;  // both counted over all tiles
+  for (uint32_t item = 0;; ++item) {
+    const bool end = uniform(queue_read(m, item).rows) == 0;
     __syncwarp();
     queue_release(m, item, lane == 0);
-    ++item, known += p.k_blocks * 8;
-    return more;
-  };
-  bool more = exists(converter);
-  if (more) fetch(converter);
-  for (uint32_t unit = converter; more; unit += kConverters) {
-    const uint32_t step = unit / 4, slot = ring_slot<kStages>(step);
-    const uint32_t place = row_at + slot * M::kWeightBytes + (unit % 4) * 16 * 128;
+    if (end) return;
+    units += p.k_blocks * 8;
+    fetch(unit);
+    for (; unit < units; unit += kConverters) {
+      const uint32_t step = unit / 4, slot = ring_slot<kStages>(step);
+      const uint32_t place = row_at + slot * M::kWeightBytes + (unit % 4) * 16 * 128;
 #pragma unroll
-    for (int slab = 0; slab < 2; ++slab) {
-      uint32_t operand[16];
-      expand_slab(operand, raw[slab]);
-      if (slab == 0) barrier_wait(m.weights_empty(slot), ring_parity<kStages>(step) ^ 1);
+      for (int slab = 0; slab < 2; ++slab) {
+        uint32_t operand[16];
+        expand_slab(operand, raw[slab]);
+        if (slab == 0) barrier_wait(m.weights_empty(slot), ring_parity<kStages>(step) ^ 1);
 #pragma unroll
-      for (int k_step = 0; k_step < 4;
-           ++k_step)  // the swizzle is a XOR, so the K step's part of it applies to the offset
-        store_matrices((place + slab * kSlabRows * 128) ^ (k_step << 5), operand[4 * k_step], operand[4 * k_step + 1],
-                       operand[4 * k_step + 2], operand[4 * k_step + 3]);
+        for (int k_step = 0; k_step < 4;
+             ++k_step)  // the swizzle is a XOR, so the K step's part of it applies to the offset
+          store_matrices((place + slab * kSlabRows * 128) ^ (k_step << 5), operand[4 * k_step], operand[4 * k_step + 1],
+                         operand[4 * k_step + 2], operand[4 * k_step + 3]);
+      }
+      barrier_arrive(m.codes_empty(slot));
+      // The next codes are fetched before the fence: it waits until the stores have drained, and hides the loads'
+      // latency.
+      if (unit + kConverters < units) fetch(unit + kConverters);
+      async_proxy_fence();
+      barrier_arrive(m.weights_full(slot));
     }
-    __syncwarp();
-    barrier_arrive_if(lane == 0, m.codes_empty(slot));
-    // The next codes are fetched before the fence: it waits until the stores have drained, and hides the loads'
-    // latency.
-    more = exists(unit + kConverters);
-    if (more) fetch(unit + kConverters);
-    async_proxy_fence();
-    barrier_arrive(m.weights_full(slot));
   }
 }
 
@@ -361,30 +338,35 @@ template <Epilogue kEpilogue, typename M>
 __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner, int thread) {
   const int warp = uniform(thread / 32), lane = thread % 32;
   const Place place{owner, warp, lane};
-  const uint32_t tokens_low = swizzled_low(m.start + owner * M::kSlabSlots * M::kSlabBytes);
-  const uint32_t weights_low = swizzled_low(m.start + M::kWeightStart);
-  const uint32_t scales_at = m.start + M::kScaleStart + kept((owner * kSlabRows + warp * 16 + lane / 4) * 4);
+  // uniform() keeps these in registers: derived anew before each product, they would delay it by some 50 cycles.
+  const uint32_t tokens_low = uniform(swizzled_low(m.start + owner * M::kSlabSlots * M::kSlabBytes));
+  const uint32_t weights_low = uniform(swizzled_low(m.start + M::kWeightStart));
+  const uint32_t my_tokens_full = uniform(m.tokens_full(owner, 0)), my_tokens_empty = uniform(m.tokens_empty(owner, 0));
+  const uint32_t scales_at = kept((owner * kSlabRows + warp * 16 + lane / 4) * 4);
   const bool speaker = kept(lane) == 0;
   // K blocks passed, over all tiles; `scale_step` skips to the next chunk at the end of a half, `step` does not.
   uint32_t step = 0, scale_step = 0;
   RingPosition<M::kSlabSlots> tokens;
   float total[2][64], partial[64];
 
-  // Issues the products of one slab with one K block and fetches the two scales of this thread's rows.
-  float upper, lower;
+  // Issues the products of one slab with one K block and fetches the scales of this thread's rows and of the weight
+  // block.
+  float upper, lower, base;
   const auto multiply = [&](int slab, RingPosition<M::kSlabSlots> at) {
     const uint32_t token_place = tokens_low + at.slot * (M::kSlabBytes / 16);
     const uint32_t weight_place = weights_low + ring_slot<kStages>(step) * (M::kWeightBytes / 16);
+    const uint32_t chunk_place = m.scales(scale_step / kScaleChunk);
     const uint32_t scale_place =
-        scales_at + ring_slot<2 * kScaleChunk>(scale_step) * (kWideRows * 4) + slab * 2 * kSlabRows * 4;
+        scales_at + chunk_place + scale_step % kScaleChunk * (kWideRows * 4) + slab * 2 * kSlabRows * 4;
     product_fence();
 #pragma unroll
     for (int k_step = 0; k_step < 4; ++k_step)
       Fp8Product<128>::rows_from_shared(partial, swizzled_operand(token_place + 2 * k_step),
                                         swizzled_operand(weight_place + 2 * k_step), k_step > 0);
     product_commit();
-    upper = load_shared_float(scale_place);
-    lower = load_shared_float(scale_place + 32);
+    base = load_shared_float(chunk_place + M::kTokenScaleBytes + scale_step % kScaleChunk * 4);
+    upper = load_shared_float(scale_place) * base;
+    lower = load_shared_float(scale_place + 32) * base;
   };
   const auto promote = [&](float(&sum)[64]) {
 #pragma unroll
@@ -399,15 +381,15 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
   };
   const auto wait_for = [&](uint32_t next, uint32_t next_scale, RingPosition<M::kSlabSlots> next_tokens) {
     wait_for_scales(next_scale);
-    barrier_wait(m.tokens_full(owner, next_tokens.slot), next_tokens.parity);
+    barrier_wait(my_tokens_full + 8 * next_tokens.slot, next_tokens.parity);
     wait_for_weights(next);
   };
   const auto release_tokens = [&](RingPosition<M::kSlabSlots> at) {
-    barrier_arrive_if(speaker, m.tokens_empty(owner, at.slot));
+    barrier_arrive_if(speaker, my_tokens_empty + 8 * at.slot);
   };
-  const auto release_step = [&](bool last) {
+  const auto release_step = [&] {
     barrier_arrive_if(speaker, m.weights_empty(ring_slot<kStages>(step)));
-    barrier_arrive_if(speaker && (last || scale_step % kScaleChunk == kScaleChunk - 1),
+    barrier_arrive_if(scale_step % kScaleChunk == kScaleChunk - 1,
                       m.scales_empty(ring_slot<2>(scale_step / kScaleChunk)));
   };
 
@@ -422,12 +404,12 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
       // The waits for the next K block and the releases of this one stand in the shadow of the last slab's products:
       // between the products of two slabs there is little more than the 64 additions. From issue to use, products must
       // stay inside one branch, or the compiler serialises them.
-      for (int kb = 0; kb < p.k_blocks; ++kb, ++step, ++scale_step) {
-        const bool more = kb + 1 < p.k_blocks;
+      for (const uint32_t end = step + p.k_blocks; step != end; ++step, ++scale_step) {
+        const bool more = step + 1 != end;
         if (slabs == 2) {
           multiply(0, tokens);
           const RingPosition<M::kSlabSlots> second = tokens.after(1);
-          barrier_wait(m.tokens_full(owner, second.slot), second.parity);
+          barrier_wait(my_tokens_full + 8 * second.slot, second.parity);
           product_wait<0>();
           promote(total[0]);
           multiply(1, second);
@@ -435,23 +417,26 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
           if (more) wait_for(step + 1, scale_step + 1, tokens.after(2));
           product_wait<0>();
           release_tokens(second);
-          release_step(!more);
+          release_step();
           promote(total[1]);
         } else if (slabs == 1) {
           multiply(0, tokens);
           if (more) wait_for(step + 1, scale_step + 1, tokens.after(1));
           product_wait<0>();
           release_tokens(tokens);
-          release_step(!more);
+          release_step();
           promote(total[0]);
         } else {  // nothing to do here, but the rings of weights and scales wait for both consumers
           wait_for_weights(step);
           wait_for_scales(scale_step);
-          release_step(!more);
+          release_step();
         }
         tokens = tokens.after(slabs);
       }
-      scale_step = (scale_step + kScaleChunk - 1) / kScaleChunk * kScaleChunk;
+      if (scale_step % kScaleChunk != 0) {  // a chunk that K ended early
+        barrier_arrive(m.scales_empty(ring_slot<2>(scale_step / kScaleChunk)));
+        scale_step += kScaleChunk - scale_step % kScaleChunk;
+      }
 
       const Tile tile = queue_read(m, item);
       if constexpr (kEpilogue == Epilogue::bf16) {
@@ -471,7 +456,8 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
 
 template <WeightFormat kFormat, Epilogue kEpilogue>
 __global__ void __launch_bounds__(kWideThreads, 1)
-    wide_kernel(const __grid_constant__ CUtensorMap tokens, const Problem p) {
+    wide_kernel(const __grid_constant__ CUtensorMap tokens, const __grid_constant__ CUtensorMap scales,
+                const Problem p) {
   extern __shared__ __align__(1024) uint8_t shared[];
   const Memory<kFormat> m{static_cast<uint32_t>(uniform(shared_address(shared)))};
   const int group = uniform(threadIdx.x / 128);
@@ -482,13 +468,11 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     give_registers<kHelperRegisters>();
     const int role = uniform(threadIdx.x / 32);
     if (threadIdx.x == 0)
-      feed_tokens(m, &tokens, p);
-    else if (threadIdx.x == 64)
+      feed_tokens(m, &tokens, &scales, p);
+    else if (threadIdx.x == 32)
       feed_weights(m, p);
-    else if (role == 1)
-      prepare_scales(m, p, threadIdx.x % 32);
-    else if (Memory<kFormat>::kPacked && role >= 3)
-      convert(m, p, role - 3, threadIdx.x % 32);
+    else if (Memory<kFormat>::kPacked && role >= 2)
+      convert(m, p, role - 2, threadIdx.x % 32);
   } else {
     take_registers<kConsumerRegisters>();
     consume<kEpilogue>(m, p, group - 2, threadIdx.x % 128);
@@ -496,22 +480,23 @@ __global__ void __launch_bounds__(kWideThreads, 1)
 }
 
 template <WeightFormat kFormat, Epilogue kEpilogue>
-void launch(int blocks, const CUtensorMap& tokens, const Problem& p, cudaStream_t stream) {
-  launch_with_shared(wide_kernel<kFormat, kEpilogue>, blocks, kWideThreads, Memory<kFormat>::kBytes, stream, tokens, p);
+void launch(int blocks, const CUtensorMap& tokens, const CUtensorMap& scales, const Problem& p, cudaStream_t stream) {
+  launch_with_shared(wide_kernel<kFormat, kEpilogue>, blocks, kWideThreads, Memory<kFormat>::kBytes, stream, tokens,
+                     scales, p);
 }
 
 }  // namespace
 
-void launch_wide(WeightFormat format, Epilogue epilogue, int blocks, const CUtensorMap& tokens, const Problem& p,
-                 cudaStream_t stream) {
+void launch_wide(WeightFormat format, Epilogue epilogue, int blocks, const CUtensorMap& tokens,
+                 const CUtensorMap& scales, const Problem& p, cudaStream_t stream) {
   check_cuda(cudaMemsetAsync(p.queue, 0, sizeof(int), stream), "grouped_linear: clearing the tile queue");
   const bool fp4 = format == WeightFormat::fp4;
   if (epilogue == Epilogue::bf16)
-    (fp4 ? launch<WeightFormat::fp4, Epilogue::bf16> : launch<WeightFormat::fp8, Epilogue::bf16>)(blocks, tokens, p,
-                                                                                                  stream);
+    (fp4 ? launch<WeightFormat::fp4, Epilogue::bf16> : launch<WeightFormat::fp8, Epilogue::bf16>)(blocks, tokens,
+                                                                                                  scales, p, stream);
   else
-    (fp4 ? launch<WeightFormat::fp4, Epilogue::swiglu> : launch<WeightFormat::fp8, Epilogue::swiglu>)(blocks, tokens, p,
-                                                                                                      stream);
+    (fp4 ? launch<WeightFormat::fp4, Epilogue::swiglu>
+         : launch<WeightFormat::fp8, Epilogue::swiglu>)(blocks, tokens, scales, p, stream);
 }
 
 }  // namespace plumb::kernels::grouped_linear

@@ -28,9 +28,10 @@ __device__ __forceinline__ void copy_tensor_2d(uint32_t destination, const CUten
       : "memory");
 }
 
-// A matrix [rows, columns] of bytes, read in boxes of box_rows x 128 bytes that land in the 128-byte swizzle. columns
-// and the address are multiples of 16.
-inline CUtensorMap byte_matrix_map(const uint8_t* matrix, int rows, int columns, int box_rows) {
+// A matrix [rows, columns] read in boxes of box_rows x box_columns. The address and the length of a row in bytes are
+// multiples of 16.
+inline CUtensorMap matrix_map(const void* matrix, CUtensorMapDataType type, int element_bytes, int rows, int columns,
+                              int box_rows, int box_columns, CUtensorMapSwizzle swizzle) {
   static const auto encode = [] {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -40,16 +41,25 @@ inline CUtensorMap byte_matrix_map(const uint8_t* matrix, int rows, int columns,
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
   }();
   const cuuint64_t size[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t stride[1] = {static_cast<cuuint64_t>(columns)};
-  const cuuint32_t box[2] = {128, static_cast<cuuint32_t>(box_rows)}, step[2] = {1, 1};
+  const cuuint64_t stride[1] = {static_cast<cuuint64_t>(columns) * element_bytes};
+  const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)}, step[2] = {1, 1};
   CUtensorMap map;
-  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<uint8_t*>(matrix), size, stride,
-                                 box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                 CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      encode(&map, type, 2, const_cast<void*>(matrix), size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS)
     throw std::runtime_error("cuTensorMapEncodeTiled refused a matrix of " + std::to_string(rows) + " x " +
-                             std::to_string(columns) + " bytes: error " + std::to_string(result));
+                             std::to_string(columns) + ": error " + std::to_string(result));
   return map;
+}
+
+// Bytes in boxes of box_rows x 128 that land in the 128-byte swizzle.
+inline CUtensorMap byte_matrix_map(const uint8_t* matrix, int rows, int columns, int box_rows) {
+  return matrix_map(matrix, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, rows, columns, box_rows, 128, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+inline CUtensorMap float_matrix_map(const float* matrix, int rows, int columns, int box_rows, int box_columns) {
+  return matrix_map(matrix, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, 4, rows, columns, box_rows, box_columns,
+                    CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 }  // namespace plumb::kernels::hopper
