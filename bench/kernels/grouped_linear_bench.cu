@@ -74,7 +74,7 @@ Weights random_weights(WeightFormat format, int groups, int n, int k) {
     data = random_array<Fill::weights, uint8_t>(records * kFp8RecordBytes, 3);
   }
   return {format, groups, n,
-          k,      data,   random_array<Fill::bases, float>(size_t(groups) * (n / kBlock) * base_stride(k), 4)};
+          k,      data,   random_array<Fill::bases, float>(size_t(groups) * (n / kBlock) * block_stride(k), 4)};
 }
 void release(const Weights& w) { cudaFree(const_cast<uint8_t*>(w.records)), cudaFree(const_cast<float*>(w.bases)); }
 

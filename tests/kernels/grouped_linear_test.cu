@@ -60,7 +60,7 @@ struct Matrices {
   bool gate_up;
   std::vector<uint8_t> data, scales;  // FP4: codes [g, n, k/2], [g, n, k/32]; FP8: [g, n, k], [g, n/128, k/128]
   std::vector<uint8_t> plain;         // [g, n, k] e4m3, rows in record order
-  std::vector<float> bases;           // [g, n/128, base_stride(k)]
+  std::vector<float> bases;           // [g, n/128, block_stride(k)]
   std::vector<uint8_t> records;
 
   Weights on_device(const Buffer<uint8_t>& r, const Buffer<float>& b) const {
@@ -82,7 +82,7 @@ void pack(Matrices& w, int group, size_t data_row, size_t scale_row, int scale_r
   };
   const size_t record = record_bytes(w.format), blocks = w.k / kBlock;
   uint8_t* records = w.records.data() + group * (w.n / kRecordRows) * blocks * record;
-  float* bases = w.bases.data() + group * (w.n / kBlock) * base_stride(w.k);
+  float* bases = w.bases.data() + group * (w.n / kBlock) * block_stride(w.k);
   const PackReport report = w.gate_up
                                 ? pack_gate_up_rows(at(0), at(first_half), w.k, 0, w.n / kRecordRows, records, bases)
                                 : pack_rows(at(0), w.k, 0, w.n / kRecordRows, records, bases);
@@ -93,7 +93,7 @@ Matrices random_weights(WeightFormat format, int groups, int n, int k, bool gate
   Matrices w{format, groups, n, k, gate_up, {}, {}, {}, {}, {}};
   std::mt19937 random(seed);
   const size_t count = static_cast<size_t>(groups) * n * k;
-  w.plain.resize(count), w.bases.resize(groups * n / kBlock * base_stride(k));
+  w.plain.resize(count), w.bases.resize(groups * n / kBlock * block_stride(k));
   w.records.resize(count / kRecordRows / kBlock * record_bytes(format));
   if (format == WeightFormat::fp4) {
     w.data.resize(count / 2), w.scales.resize(count / 32);
@@ -112,7 +112,7 @@ Matrices random_weights(WeightFormat format, int groups, int n, int k, bool gate
     const size_t source = static_cast<size_t>(row / n) * n + w.source_row(row % n);
     for (int kk = 0; kk < k; ++kk) {
       uint8_t& out = w.plain[static_cast<size_t>(row) * k + kk];
-      const float base = w.bases[row / kBlock * base_stride(k) + kk / kBlock];
+      const float base = w.bases[row / kBlock * block_stride(k) + kk / kBlock];
       if (format == WeightFormat::fp8) {
         out = w.data[source * k + kk];
       } else {
@@ -144,9 +144,7 @@ struct Quantised {
   Buffer<float> scales;
   int rows;
   Quantised(const std::vector<uint16_t>& x, int rows_, int k)
-      : values(static_cast<size_t>(rows_) * k),
-        scales(static_cast<size_t>(scale_stride(rows_)) * k / kBlock),
-        rows(rows_) {
+      : values(static_cast<size_t>(rows_) * k), scales(static_cast<size_t>(rows_) * block_stride(k)), rows(rows_) {
     const Buffer<uint16_t> source(x);
     quantise_rows(source.get(), nullptr, rows, k, values.get(), scales.get(), nullptr);
     check_cuda(cudaDeviceSynchronize(), "quantise_rows");
@@ -176,14 +174,14 @@ struct PlanOnDevice {
 // weights as rows, no pipeline; the same order of K and the same promotion points. Grid: (n / 64, row tiles of 64 of
 // one group).
 __global__ void __launch_bounds__(128)
-    oracle_kernel(const uint8_t* weights, const float* bases, const uint8_t* tokens, const float* scales,
-                  int row_stride, int first_row, int rows, int n, int k, uint16_t* out) {
+    oracle_kernel(const uint8_t* weights, const float* bases, const uint8_t* tokens, const float* scales, int first_row,
+                  int rows, int n, int k, uint16_t* out) {
   __shared__ __align__(128) uint8_t weight_tile[64 * kBlock];
   __shared__ __align__(128) uint8_t token_tile[64 * kBlock];
   const int thread = threadIdx.x, lane = thread % 32, first_weight = blockIdx.x * 64, first_token = blockIdx.y * 64;
   float total[32] = {}, partial[32];
   for (int kb = 0; kb < k / kBlock; ++kb) {
-    const float base = bases[first_weight / kBlock * base_stride(k) + kb];
+    const float base = bases[first_weight / kBlock * block_stride(k) + kb];
     __syncthreads();
     for (int i = thread; i < 64 * kBlock; i += 128) {
       const int row = i / kBlock, place = i % kBlock;
@@ -206,7 +204,8 @@ __global__ void __launch_bounds__(128)
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
       const int token = min(first_token + (i / 4) * 8 + (lane % 4) * 2 + (i & 1), rows - 1);
-      total[i] = fmaf(partial[i], scales[static_cast<size_t>(kb) * row_stride + first_row + token] * base, total[i]);
+      total[i] =
+          fmaf(partial[i], scales[static_cast<size_t>(first_row + token) * block_stride(k) + kb] * base, total[i]);
     }
   }
 #pragma unroll
@@ -226,8 +225,8 @@ std::vector<uint16_t> oracle(const Matrices& w, const Activations& a, const std:
   for (int g = 0; g < w.groups; ++g)
     if (counts[g] > 0)
       oracle_kernel<<<dim3(w.n / 64, (counts[g] + 63) / 64), 128>>>(
-          weights.get() + static_cast<size_t>(g) * w.n * w.k, bases.get() + g * w.n / kBlock * base_stride(w.k),
-          a.values, a.scales, a.rows, first[g], counts[g], w.n, w.k, out.get());
+          weights.get() + static_cast<size_t>(g) * w.n * w.k, bases.get() + g * w.n / kBlock * block_stride(w.k),
+          a.values, a.scales, first[g], counts[g], w.n, w.k, out.get());
   return out.host();
 }
 
@@ -264,7 +263,7 @@ TEST(GroupedLinear, QuantisesLikeTheScalarFormats) {
   const Buffer<uint16_t> x_device(x);
   const Buffer<int> source_device(source);
   Buffer<uint8_t> values(rows * k);
-  Buffer<float> scales(scale_stride(rows) * k / kBlock);
+  Buffer<float> scales(rows * block_stride(k));
   quantise_rows(x_device.get(), source_device.get(), rows, k, values.get(), scales.get(), nullptr);
   const auto v = values.host();
   const auto s = scales.host();
@@ -274,7 +273,7 @@ TEST(GroupedLinear, QuantisesLikeTheScalarFormats) {
       float amax = 0;
       for (int c = 0; c < kBlock; ++c) amax = std::max(amax, std::fabs(bf16_to_float(from[c])));
       const float scale = fp8_scale(amax);
-      ASSERT_EQ(s[kb * scale_stride(rows) + r], scale) << "row " << r << " block " << kb;
+      ASSERT_EQ(s[r * block_stride(k) + kb], scale) << "row " << r << " block " << kb;
       for (int place = 0; place < kBlock; ++place)
         ASSERT_EQ(v[r * k + kb * kBlock + place], float_to_e4m3(bf16_to_float(from[k_of_place(place)]) / scale));
     }
@@ -355,9 +354,9 @@ TEST(GroupedLinear, ErrorAgainstDoublePrecision) {
         for (int kk = 0; kk < k; ++kk) {
           const int source = kk / kBlock * kBlock + k_of_place(kk % kBlock);
           const double term = static_cast<double>(e4m3_to_float(values[r * k + kk])) *
-                              scales[kk / kBlock * scale_stride(rows) + r] *
+                              scales[r * block_stride(k) + kk / kBlock] *
                               e4m3_to_float(w.plain[(static_cast<size_t>(g) * n + c) * k + source]) *
-                              w.bases[(g * n + c) / kBlock * base_stride(k) + kk / kBlock];
+                              w.bases[(g * n + c) / kBlock * block_stride(k) + kk / kBlock];
           sum += term, magnitudes += std::fabs(term);
         }
         const double difference = bf16_to_float(result[r * n + c]) - sum;
@@ -424,7 +423,7 @@ TEST(GroupedLinear, SwigluAgainstDoublePrecision) {
   for (const bool clamped : {true, false})
     for (const bool routed : {true, false}) {
       Buffer<uint8_t> hidden(rows * n / 2);
-      Buffer<float> scales(scale_stride(rows) * n / 256);
+      Buffer<float> scales(rows * block_stride(n / 2));
       swiglu_quantise(x_device.get(), rows, n, routed ? route_device.get() : nullptr, clamped ? limit : 0.0f,
                       hidden.get(), scales.get(), nullptr);
       const auto values = hidden.host();
@@ -438,7 +437,7 @@ TEST(GroupedLinear, SwigluAgainstDoublePrecision) {
             if (clamped) g = std::min<double>(g, limit), u = std::clamp<double>(u, -limit, limit);
             const double h = g / (1 + std::exp(-g)) * u * (routed ? route[r] : 1.0f);
             amax = std::max(amax, std::fabs(h));
-            const float scale = s[block * scale_stride(rows) + r];
+            const float scale = s[r * block_stride(n / 2) + block];
             const double result =
                 e4m3_to_float(values[r * (n / 2) + block * 128 + place_of_row(row)]) * static_cast<double>(scale);
             ASSERT_LE(std::fabs(result - h),
@@ -446,7 +445,7 @@ TEST(GroupedLinear, SwigluAgainstDoublePrecision) {
                 << "row " << r << " unit " << block * 128 + hidden_of_row(row);
           }
           const float expected = fp8_scale(round_bf16(static_cast<float>(amax)));
-          ASSERT_EQ(s[block * scale_stride(rows) + r], expected) << "scale of row " << r << ", block " << block;
+          ASSERT_EQ(s[r * block_stride(n / 2) + block], expected) << "scale of row " << r << ", block " << block;
         }
     }
 }
@@ -466,7 +465,7 @@ TEST(GroupedLinear, FusedSwigluHasTheBitsOfTheSeparateKernel) {
       for (int r = 0; r < rows; ++r) route[r] = 0.25f + 0.01f * static_cast<float>(r % 100);
       const Buffer<float> route_device(route);
       const size_t values = static_cast<size_t>(rows) * c.n / 2,
-                   blocks = static_cast<size_t>(scale_stride(rows)) * c.n / 256;
+                   blocks = static_cast<size_t>(rows) * block_stride(c.n / 2);
       Buffer<uint8_t> expected(values);
       Buffer<float> expected_scales(blocks);
       swiglu_quantise(gate_up.get(), rows, c.n, route_device.get(), 10.0f, expected.get(), expected_scales.get(),
@@ -476,7 +475,7 @@ TEST(GroupedLinear, FusedSwigluHasTheBitsOfTheSeparateKernel) {
       for (size_t i = 0; i < v.size(); ++i)
         if (i / (c.n / 2) >= static_cast<size_t>(used)) v[i] = 0xff;  // rows of no group stay as they were
       for (size_t i = 0; i < s.size(); ++i)
-        if (i % scale_stride(rows) >= static_cast<size_t>(used)) std::memset(&s[i], 0xff, 4);
+        if (i / block_stride(c.n / 2) >= static_cast<size_t>(used)) std::memset(&s[i], 0xff, 4);
       for (const int width : kWidths) {
         const PlanOnDevice p(c.counts, rows, c.n, width);
         Buffer<uint8_t> hidden(values);
@@ -499,7 +498,7 @@ TEST(GroupedLinear, GraphReplayedWithAnotherRouting) {
   const Buffer<float> bases(w.bases);
   const Buffer<uint16_t> x(random_rows(rows, k, 16));
   Buffer<uint8_t> values(rows * k);
-  Buffer<float> scales(scale_stride(rows) * k / kBlock);
+  Buffer<float> scales(rows * block_stride(k));
   Buffer<uint16_t> out(rows * n);
   Buffer<int> first(groups + 1);
   Buffer<uint4> workspace(plan_bytes(groups, rows, n, width) / 16 + 1);

@@ -76,7 +76,7 @@ TEST(GroupedWeightFormat, Fp4RecordsHoldTheMatrix) {
   const Fp4Sample w(512, 256, kLargestSpan, 1);
   const int k_blocks = w.k / kBlock;
   std::vector<uint8_t> records(w.n / kRecordRows * k_blocks * kFp4RecordBytes);
-  std::vector<float> bases(w.n / kBlock * base_stride(w.k));
+  std::vector<float> bases(w.n / kBlock * block_stride(w.k));
   const PackReport report = pack_rows(w.matrix(), w.k, 0, w.n / kRecordRows, records.data(), bases.data());
   ASSERT_TRUE(report.ok()) << describe(report);
   for (int r = 0; r < w.n / kRecordRows; ++r)
@@ -85,7 +85,7 @@ TEST(GroupedWeightFormat, Fp4RecordsHoldTheMatrix) {
       for (int row = 0; row < kRecordRows; ++row)
         for (int k = 0; k < kBlock; ++k)
           ASSERT_EQ(static_cast<double>(e4m3_to_float(bytes[row * kBlock + k])) *
-                        bases[(r * 2 + row / kBlock) * base_stride(w.k) + kb],
+                        bases[(r * 2 + row / kBlock) * block_stride(w.k) + kb],
                     w.value(r * kRecordRows + row, kb * kBlock + k))
               << "record " << r << " row " << row << " k " << kb * kBlock + k;
     }
@@ -94,14 +94,14 @@ TEST(GroupedWeightFormat, Fp4RecordsHoldTheMatrix) {
 TEST(GroupedWeightFormat, GateAndUpShareRecords) {
   const Fp4Sample gate(256, 128, 3, 2), up(256, 128, 5, 3);
   std::vector<uint8_t> records(2 * kFp4RecordBytes);
-  std::vector<float> bases(4 * base_stride(128));
+  std::vector<float> bases(4 * block_stride(128));
   ASSERT_TRUE(pack_gate_up_rows(gate.matrix(), up.matrix(), 128, 0, 2, records.data(), bases.data()).ok());
   for (int r = 0; r < 2; ++r) {
     const auto bytes = unpack_fp4_record(&records[r * kFp4RecordBytes]);
     for (int row = 0; row < kRecordRows; ++row)
       for (int k = 0; k < kBlock; ++k)
         ASSERT_EQ(static_cast<double>(e4m3_to_float(bytes[row * kBlock + k])) *
-                      bases[(r * 2 + row / kBlock) * base_stride(128)],
+                      bases[(r * 2 + row / kBlock) * block_stride(128)],
                   (row < kBlock ? gate : up).value(r * kBlock + hidden_of_row(row % kBlock), k));
   }
 }
@@ -111,9 +111,9 @@ TEST(GroupedWeightFormat, Fp8RecordsHoldTheMatrix) {
   std::mt19937 random(4);
   std::vector<uint8_t> values(n * k), scales = {120, 127, 131, 100}, records(2 * kFp8RecordBytes);
   for (auto& v : values) v = static_cast<uint8_t>(random() % 127 | (random() & 128));
-  std::vector<float> bases(2 * base_stride(k));
+  std::vector<float> bases(2 * block_stride(k));
   ASSERT_TRUE(pack_rows(Fp8Matrix{values.data(), scales.data()}, k, 0, 1, records.data(), bases.data()).ok());
-  for (int i = 0; i < 4; ++i) EXPECT_EQ(bases[i / 2 * base_stride(k) + i % 2], e8m0_to_float(scales[i]));
+  for (int i = 0; i < 4; ++i) EXPECT_EQ(bases[i / 2 * block_stride(k) + i % 2], e8m0_to_float(scales[i]));
   for (int row = 0; row < n; ++row)
     for (int place = 0; place < k; ++place)
       ASSERT_EQ(records[place / kBlock * kFp8RecordBytes + swizzled_byte(row, place % kBlock)],
@@ -123,7 +123,7 @@ TEST(GroupedWeightFormat, Fp8RecordsHoldTheMatrix) {
 TEST(GroupedWeightFormat, CheckerFindsWideSpansAndNaNs) {
   Fp4Sample w(256, 256, 0, 5);
   std::vector<uint8_t> records(2 * kFp4RecordBytes);
-  std::vector<float> bases(2 * base_stride(w.k));
+  std::vector<float> bases(2 * block_stride(w.k));
   const auto pack = [&] { return pack_rows(w.matrix(), w.k, 0, 1, records.data(), bases.data()); };
   std::fill(w.codes.begin(), w.codes.end(), 0x35);
   EXPECT_TRUE(pack().ok());
@@ -147,7 +147,7 @@ TEST(GroupedWeightFormat, ZeroBlock) {
   Fp4Sample w(256, 128, 4, 6);
   std::fill(w.codes.begin(), w.codes.end(), 0);
   std::vector<uint8_t> records(kFp4RecordBytes);
-  std::vector<float> bases(2 * base_stride(w.k));
+  std::vector<float> bases(2 * block_stride(w.k));
   ASSERT_TRUE(pack_rows(w.matrix(), w.k, 0, 1, records.data(), bases.data()).ok());
   EXPECT_EQ(bases[0], 1.0f);
   for (const uint8_t byte : unpack_fp4_record(records.data())) ASSERT_EQ(byte, 0);

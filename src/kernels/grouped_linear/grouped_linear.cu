@@ -12,11 +12,12 @@ namespace {
 constexpr int kBandTiles =
     16;  // row tiles that meet all weights of a group before the next ones do: their rows stay in L2
 
-// Workspace: {tile count, queue}, the stash of the wide kernel, the tiles.
+// Workspace: {count of record tiles, of block tiles, queue}, the stash of the wide kernel, the tiles of 256 weight rows
+// and, for the wide kernel, those of 128.
 struct Workspace {
   int* counters;
   uint4* stash;
-  Tile* tiles;
+  Tile *record_tiles, *block_tiles;
 };
 constexpr size_t kCounterBytes = 256;
 
@@ -40,8 +41,9 @@ int64_t tile_capacity(int groups, int rows, int n, int width) {
 }
 Workspace workspace_of(const Plan& plan) {
   auto* bytes = static_cast<uint8_t*>(plan.workspace);
-  return {reinterpret_cast<int*>(bytes), reinterpret_cast<uint4*>(bytes + kCounterBytes),
-          reinterpret_cast<Tile*>(bytes + kCounterBytes + stash_bytes(plan.width))};
+  auto* tiles = reinterpret_cast<Tile*>(bytes + kCounterBytes + stash_bytes(plan.width));
+  const int64_t records = tile_capacity(plan.groups, plan.rows, plan.n, plan.width);
+  return {reinterpret_cast<int*>(bytes), reinterpret_cast<uint4*>(bytes + kCounterBytes), tiles, tiles + records};
 }
 
 void require(bool condition, const std::string& message) {
@@ -72,10 +74,20 @@ void check_product(const Weights& w, const Activations& a, const Plan& plan) {
   require(aligned(plan.workspace, 256), "the plan's workspace must be aligned to 256 bytes");
 }
 
-// One block a group: counts the row tiles of the groups before it, then lists its own. Tiles that share weights follow
-// each other, so that blocks which run at the same time share them in L2.
-__global__ void __launch_bounds__(256)
-    plan_kernel(const int* first_row, int width, int weight_tiles, Tile* tiles, int* tile_count) {
+// Lists the tiles of one group. Tiles that share weights follow each other, so that blocks which run at the same time
+// share them in L2.
+__device__ void list_tiles(int group, int first_row, int rows, int width, int weight_tiles, Tile* tiles) {
+  const int row_tiles = (rows + width - 1) / width;
+  for (int i = threadIdx.x; i < row_tiles * weight_tiles; i += blockDim.x) {
+    const int band = i / (kBandTiles * weight_tiles), in_band = i % (kBandTiles * weight_tiles);
+    const int band_tiles = min(kBandTiles, row_tiles - band * kBandTiles);
+    const int row = (band * kBandTiles + in_band % band_tiles) * width;
+    tiles[i] = {group, first_row + row, min(width, rows - row), in_band / band_tiles};
+  }
+}
+
+// One block a group: counts the row tiles of the groups before it, then lists its own.
+__global__ void __launch_bounds__(256) plan_kernel(const int* first_row, int width, int record_rows, Workspace out) {
   __shared__ int sums[8];
   const int group = blockIdx.x, thread = threadIdx.x;
   const auto row_tiles_of = [&](int g) { return (first_row[g + 1] - first_row[g] + width - 1) / width; };
@@ -87,29 +99,30 @@ __global__ void __launch_bounds__(256)
   before = 0;
   for (int w = 0; w < 8; ++w) before += sums[w];
 
-  const int first = first_row[group], rows = first_row[group + 1] - first, row_tiles = row_tiles_of(group);
-  for (int i = thread; i < row_tiles * weight_tiles; i += 256) {
-    const int band = i / (kBandTiles * weight_tiles), in_band = i % (kBandTiles * weight_tiles);
-    const int band_tiles = min(kBandTiles, row_tiles - band * kBandTiles);
-    const int row = (band * kBandTiles + in_band % band_tiles) * width;
-    tiles[before * weight_tiles + i] = {group, first + row, min(width, rows - row), in_band / band_tiles};
+  const int first = first_row[group], rows = first_row[group + 1] - first;
+  list_tiles(group, first, rows, width, record_rows, out.record_tiles + before * record_rows);
+  if (width == kWideRows)
+    list_tiles(group, first, rows, width, 2 * record_rows, out.block_tiles + before * 2 * record_rows);
+  if (group == static_cast<int>(gridDim.x) - 1 && thread == 0) {
+    const int count = (before + row_tiles_of(group)) * record_rows;
+    out.counters[0] = count, out.counters[1] = 2 * count;
   }
-  if (group == static_cast<int>(gridDim.x) - 1 && thread == 0) *tile_count = (before + row_tiles) * weight_tiles;
 }
 
 void launch_product(const Weights& w, const Activations& a, const Plan& plan, Epilogue epilogue, Problem p,
                     cudaStream_t stream) {
   const Workspace space = workspace_of(plan);
   p.records = w.records, p.bases = w.bases, p.token_scales = a.scales;
-  p.tiles = space.tiles, p.tile_count = space.counters, p.queue = space.counters + 1, p.stash = space.stash;
+  const bool wide = plan.width == kWideRows, blocks_of_128 = wide && epilogue == Epilogue::bf16;
+  p.tiles = blocks_of_128 ? space.block_tiles : space.record_tiles;
+  p.tile_count = space.counters + (blocks_of_128 ? 1 : 0);
+  p.queue = space.counters + 2, p.stash = space.stash;
   p.n = w.n, p.k_blocks = w.k / kBlock;
-  p.row_stride = scale_stride(plan.rows), p.base_stride = base_stride(w.k);
-  const bool wide = plan.width == kWideRows;
+  p.block_stride = block_stride(w.k), p.hidden_stride = block_stride(w.n / 2);
   const CUtensorMap tokens = hopper::byte_matrix_map(a.values, a.rows, w.k, wide ? kWideTokenBox : plan.width);
-  const CUtensorMap scales =
-      hopper::float_matrix_map(a.scales, p.k_blocks, scale_stride(a.rows), kWideScaleBox, kWideRows);
-  const int blocks =
-      static_cast<int>(std::min<int64_t>(multiprocessors(), tile_capacity(plan.groups, plan.rows, plan.n, plan.width)));
+  const CUtensorMap scales = hopper::float_matrix_map(a.scales, a.rows, p.block_stride, kWideRows, kWideScaleBox);
+  const int64_t capacity = (blocks_of_128 ? 2 : 1) * tile_capacity(plan.groups, plan.rows, plan.n, plan.width);
+  const int blocks = static_cast<int>(std::min<int64_t>(multiprocessors(), capacity));
   if (wide)
     launch_wide(w.format, epilogue, blocks, tokens, scales, p, stream);
   else
@@ -126,16 +139,15 @@ int best_width(int rows, int groups) {
 
 size_t plan_bytes(int groups, int rows, int n, int width) {
   check_sizes(groups, rows, n, width);
-  return kCounterBytes + stash_bytes(width) + static_cast<size_t>(tile_capacity(groups, rows, n, width)) * sizeof(Tile);
+  return kCounterBytes + stash_bytes(width) +
+         (width == kWideRows ? 3 : 1) * static_cast<size_t>(tile_capacity(groups, rows, n, width)) * sizeof(Tile);
 }
 
 void make_plan(const int* first_row, const Plan& plan, cudaStream_t stream) {
   check_sizes(plan.groups, plan.rows, plan.n, plan.width);
   require(first_row && aligned(plan.workspace, 256),
           "first_row is missing or the workspace is not aligned to 256 bytes");
-  const Workspace space = workspace_of(plan);
-  plan_kernel<<<plan.groups, 256, 0, stream>>>(first_row, plan.width, plan.n / kRecordRows, space.tiles,
-                                               space.counters);
+  plan_kernel<<<plan.groups, 256, 0, stream>>>(first_row, plan.width, plan.n / kRecordRows, workspace_of(plan));
   check_cuda(cudaGetLastError(), "grouped_linear: launching the plan");
 }
 

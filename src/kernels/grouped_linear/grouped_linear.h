@@ -29,16 +29,13 @@ struct Weights {
   WeightFormat format;
   int groups, n, k;        // n: output rows of a group, a multiple of 256; k: inputs, a multiple of 128
   const uint8_t* records;  // [groups][n/256][k/128] records, aligned to 128 bytes
-  const float* bases;      // [groups][n/128][base_stride(k)], aligned to 16 bytes
+  const float* bases;      // [groups][n/128][block_stride(k)], aligned to 16 bytes
 };
-
-// Rows of scales are padded to what the copy engine can address.
-constexpr int scale_stride(int rows) { return (rows + 3) / 4 * 4; }
 
 // Quantised rows, those of a group behind each other.
 struct Activations {
   const uint8_t* values;  // [rows, k], e4m3, K permuted (weight_format.h), aligned to 128 bytes
-  const float* scales;    // [k/128, scale_stride(rows)], powers of two, aligned to 16 bytes
+  const float* scales;    // [rows, block_stride(k)], powers of two, aligned to 16 bytes
   int rows;
 };
 
@@ -64,7 +61,7 @@ void linear(const Weights& weights, const Activations& activations, const Plan& 
 
 // Weights packed as gate and up (n = 2 * hidden): g and u = bf16(product); g = min(g, limit), u = clamp(u, -limit,
 // limit), h = bf16(g / (1 + exp(-g)) * u * route_weight[row]), quantised as quantise_rows does. limit <= 0: no clamp.
-// route_weight: device, [rows], or null for 1. hidden: [rows, n/2] e4m3; hidden_scales: [n/256, scale_stride(rows)].
+// route_weight: device, [rows], or null for 1. hidden: [rows, n/2] e4m3; hidden_scales: [rows, block_stride(n/2)].
 void linear_swiglu(const Weights& weights, const Activations& activations, const Plan& plan, const float* route_weight,
                    float limit, uint8_t* hidden, float* hidden_scales, cudaStream_t stream);
 
@@ -75,7 +72,7 @@ void swiglu_quantise(const uint16_t* gate_up, int rows, int n, const float* rout
 
 // Row r of the result is row source_row[r] of x (null: row r). For each 128 channels: scale = power of two at or above
 // max(|x|, 1e-4) / 448, value = e4m3(x / scale), nearest even, places permuted. x: device, bf16 bits [*, k];
-// values [rows, k], scales [k/128, scale_stride(rows)]. k: a multiple of 128.
+// values [rows, k], scales [rows, block_stride(k)]. k: a multiple of 128.
 void quantise_rows(const uint16_t* x, const int* source_row, int rows, int k, uint8_t* values, float* scales,
                    cudaStream_t stream);
 

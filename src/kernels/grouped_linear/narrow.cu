@@ -98,18 +98,18 @@ __device__ __forceinline__ void prepare_scales(const M& m, const Problem& p, int
   uint32_t chunk = 0;
   for_each_tile(p, [&](const Tile& tile) {
     const float* bases =
-        p.bases + (static_cast<size_t>(tile.group) * (p.n / kBlock) + tile.weight_tile * 2) * p.base_stride;
+        p.bases + (static_cast<size_t>(tile.group) * (p.n / kBlock) + tile.weight_tile * 2) * p.block_stride;
     for (int first = 0; first < p.k_blocks; first += kScaleChunk, ++chunk) {
       const uint32_t place = m.start + M::kScaleStart + ring_slot<2>(chunk) * M::kScaleBytes;
       barrier_wait(m.scales_empty(ring_slot<2>(chunk)), ring_parity<2>(chunk) ^ 1);
-      const int count = min(kScaleChunk, p.k_blocks - first) * kTokens;
 #pragma unroll 2
-      for (int i = lane; i < count; i += 32) {
-        const int kb = i / kTokens, token = i % kTokens, row = tile.first_row + min(token, tile.rows - 1);
-        const float scale = p.token_scales[static_cast<size_t>(first + kb) * p.row_stride + row];
+      for (int i = lane; i < kScaleChunk * kTokens; i += 32) {
+        const int kb = i % kScaleChunk, token = i / kScaleChunk, row = tile.first_row + min(token, tile.rows - 1);
+        if (first + kb >= p.k_blocks) continue;
+        const float scale = p.token_scales[static_cast<size_t>(row) * p.block_stride + first + kb];
         const uint32_t at = place + (kb * 2 * M::kScaleRow + scale_place(token)) * 4;
         store_shared_float(at, scale * bases[first + kb]);
-        store_shared_float(at + M::kScaleRow * 4, scale * bases[p.base_stride + first + kb]);
+        store_shared_float(at + M::kScaleRow * 4, scale * bases[p.block_stride + first + kb]);
       }
       barrier_arrive(m.scales_full(ring_slot<2>(chunk)));
     }
@@ -178,7 +178,7 @@ __device__ __forceinline__ void write_hidden(const M& m, const Problem& p, const
     const float scale = fp8_scale(amax);
     *reinterpret_cast<uint32_t*>(p.hidden + row * (p.n / 2) + tile.weight_tile * kBlock + lane * 4) =
         quantise_four(hidden[0], hidden[1], inverse_of_power(scale));
-    if (lane == 0) p.hidden_scales[static_cast<size_t>(tile.weight_tile) * p.row_stride + row] = scale;
+    if (lane == 0) p.hidden_scales[row * p.hidden_stride + tile.weight_tile] = scale;
   }
 }
 

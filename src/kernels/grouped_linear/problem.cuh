@@ -9,7 +9,9 @@ namespace plumb::kernels::grouped_linear {
 
 enum class Epilogue { bf16, swiglu };
 
-// One entry of the work list: 256 weight rows (a record row) of a group times up to `width` of its activation rows.
+// One entry of a work list: a weight tile of a group times up to `width` of its activation rows. A weight tile is a
+// record row (256 rows), or 128 rows in the wide kernel without SwiGLU: with less to do at a time, tiles that share
+// weights run closer together and find them in L2.
 struct Tile {
   int group, first_row, rows, weight_tile;
 };
@@ -17,11 +19,11 @@ struct Tile {
 struct Problem {
   const uint8_t* records;
   const float* bases;
-  const float* token_scales;  // [k_blocks, row_stride]
+  const float* token_scales;  // [rows, block_stride]
   const Tile* tiles;
   const int* tile_count;
   int* queue;  // the wide kernel's counter of tiles taken, zero at launch
-  int n, k_blocks, row_stride, base_stride;
+  int n, k_blocks, block_stride, hidden_stride;
   uint16_t* out;    // Epilogue::bf16
   uint8_t* hidden;  // Epilogue::swiglu
   float* hidden_scales;
@@ -37,7 +39,7 @@ void launch_wide(WeightFormat format, Epilogue epilogue, int blocks, const CUten
                  const CUtensorMap& scales, const Problem& problem, cudaStream_t stream);
 void launch_narrow(int width, WeightFormat format, Epilogue epilogue, int blocks, const CUtensorMap& tokens,
                    const Problem& problem, cudaStream_t stream);
-constexpr int kWideScaleBox = 8;   // K blocks of a copy of scales
+constexpr int kWideScaleBox = 8;   // K blocks that a copy of scales takes
 constexpr int kWideTokenBox = 64;  // rows a copy of the wide kernel takes; the narrow kernel takes `width`
 
 // ---- FP4 operands ---------------------------------------------------------------------------------------------------

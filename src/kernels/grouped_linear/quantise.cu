@@ -9,7 +9,7 @@
 namespace plumb::kernels::grouped_linear {
 namespace {
 
-constexpr int kWarps = 8;     // of a block; each takes a row of its own, so that scales of neighbouring rows meet in L2
+constexpr int kWarps = 8;     // of a block; each takes a row
 constexpr int kInFlight = 4;  // K blocks of a warp
 
 // Quantises the warp's 128 values, four a lane at places 4 lane ..., and returns the scale.
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(32 * kWarps)
       const int column = first + i * kBlock;
       if (column >= k) break;
       const float scale = quantise_block(v[i].x, v[i].y, values + static_cast<size_t>(row) * k + column);
-      if (lane == 0) scales[static_cast<size_t>(column / kBlock) * scale_stride(rows) + row] = scale;
+      if (lane == 0) scales[static_cast<size_t>(row) * block_stride(k) + column / kBlock] = scale;
     }
   }
 }
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(32 * kWarps)
       v[i / 2][i % 2] = *reinterpret_cast<const uint32_t*>(source + record * kRecordRows + i / 2 * kBlock + i % 2 * 8);
     h[0] = swiglu_pair(v[0][0], v[1][0], limit, weight), h[1] = swiglu_pair(v[0][1], v[1][1], limit, weight);
     const float scale = quantise_block(h[0], h[1], hidden + static_cast<size_t>(row) * (n / 2) + record * kBlock);
-    if (lane == 0) hidden_scales[static_cast<size_t>(record) * scale_stride(rows) + row] = scale;
+    if (lane == 0) hidden_scales[static_cast<size_t>(row) * block_stride(n / 2) + record] = scale;
   }
 }
 

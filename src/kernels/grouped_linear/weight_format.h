@@ -12,7 +12,7 @@
 //        packer reports blocks that span more. A record is 4 slabs of 64 rows x 4,096 bytes of codes, in the order in
 //        which threads hold an m64k32 operand, then 4 x 256 bytes of j + 5: 17,408 bytes, 4.25 bits a weight as on
 //        disk.
-// Records lie [group][N/256][K/128], bases [group][N/128][base_stride(K)].
+// Records lie [group][N/256][K/128], bases [group][N/128][block_stride(K)].
 //
 // Order of K. Inside every 128 of K both operands of a product are permuted (k_of_place). The tensor core then hands
 // all 32 codes that share an FP4 scale to the threads of one quad position, and a thread needs two look-up tables for
@@ -52,8 +52,8 @@ constexpr int record_bytes(WeightFormat format) {
   return format == WeightFormat::fp4 ? kFp4RecordBytes : kFp8RecordBytes;
 }
 
-// K/128, rounded up so that the copy engine can fetch any four bases.
-constexpr int base_stride(int k) { return (k / kBlock + 3) / 4 * 4; }
+// The number of 128-blocks of K, padded to what the copy engine can address: the length of a row of bases or of scales.
+constexpr int block_stride(int k) { return (k / kBlock + 3) / 4 * 4; }
 
 // Which k (inside 128) lies at a place of the permuted order: place 32 s + 16 h + 4 q + i holds k = 32 q + 8 s + 4 h +
 // i. Four neighbours stay neighbours.
@@ -235,7 +235,7 @@ PackReport pack_rows(const Matrix& m, int k, int first, int last, uint8_t* recor
         detail::pack_block(
             m, k, r * kRecordRows + half * kBlock, kb, [](int row) { return row; }, half,
             records + (static_cast<size_t>(r) * k_blocks + kb) * detail::record_bytes_of(&m),
-            bases[(static_cast<size_t>(r) * 2 + half) * base_stride(k) + kb], report);
+            bases[(static_cast<size_t>(r) * 2 + half) * block_stride(k) + kb], report);
   return report;
 }
 
@@ -250,7 +250,7 @@ PackReport pack_gate_up_rows(const Matrix& gate, const Matrix& up, int k, int fi
       for (int half = 0; half < 2; ++half)
         detail::pack_block(half ? up : gate, k, r * kBlock, kb, hidden_of_row, half,
                            records + (static_cast<size_t>(r) * k_blocks + kb) * detail::record_bytes_of(&gate),
-                           bases[(static_cast<size_t>(r) * 2 + half) * base_stride(k) + kb], report);
+                           bases[(static_cast<size_t>(r) * 2 + half) * block_stride(k) + kb], report);
   return report;
 }
 

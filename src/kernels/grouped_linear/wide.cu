@@ -5,8 +5,8 @@
 // Why the tokens are rows here: a thread then needs two scales per product instead of a quarter of the columns, and
 // converter warps expand each FP4 code once for up to 256 tokens, on issue slots that the two consumers leave free.
 //
-// A block of four warpgroups takes tiles of up to 256 tokens x 256 weight rows (one record row) from a queue, and
-// computes the two halves of 128 weight rows one after the other.
+// A block of four warpgroups takes tiles of up to 256 tokens x 128 weight rows from a queue; with the SwiGLU epilogue a
+// tile is a whole record row, and the block computes the 128 gates and then the 128 ups.
 //   0: warp 0 takes tiles and feeds the rings of tokens and scales, warp 1 the ring of codes (copy engine)
 //   0, 1: warps 2 to 7 convert: codes -> e4m3 in the 128-byte swizzle (FP8 weights go straight to the weight ring)
 //   2, 3: consumers; number i owns the 64-token slabs i and i + 2, so that a half-filled tile stays balanced
@@ -24,7 +24,7 @@ namespace {
 
 using namespace hopper;
 
-constexpr int kHalfRows = 128;                                  // weight rows of one half
+constexpr int kBlockRows = 128;                                 // weight rows of one half
 constexpr int kHelperRegisters = 48, kConsumerRegisters = 208;  // (2 * 48 + 2 * 208) * 128 = 64 K
 constexpr int kConverters = 6;              // warps; each takes 16 rows of both slabs of a K block at a time
 constexpr int kScaleChunk = kWideScaleBox;  // K blocks whose scales arrive together
@@ -33,13 +33,14 @@ constexpr int kStages = 4;                  // of codes, of weights and of the q
 // Shared memory by 32-bit addresses. Each consumer has its own ring of token slabs: it releases a slab as soon as its
 // products are done and does not wait for the other consumer, and a tile of 128 tokens prefetches twice as far as one
 // of 256. Two weight buffers would be too few for consumers that run half a block apart.
-template <WeightFormat kFormat>
+template <WeightFormat kFormat, Epilogue kEpilogue>
 struct Memory {
   static constexpr bool kPacked = kFormat == WeightFormat::fp4;
+  static constexpr int kParts = kEpilogue == Epilogue::swiglu ? 2 : 1;  // weight blocks of a tile
   static constexpr int kSlabSlots = kPacked ? 6 : 8;
   static constexpr int kSlabBytes = kSlabRows * kBlock;
   static constexpr int kCodeBytes = kPacked ? 2 * (kSlabCodeBytes + kSlabOffsetBytes) : 0;
-  static constexpr int kWeightBytes = kHalfRows * kBlock;
+  static constexpr int kWeightBytes = kBlockRows * kBlock;
   static constexpr int kTokenScaleBytes = kScaleChunk * kWideRows * 4;
   static constexpr int kScaleBytes = kTokenScaleBytes + 128;  // and the bases of the weight blocks
   static constexpr int kWarpOutputBytes = 16 * 128;           // 16 tokens x 64 weights in bf16
@@ -69,7 +70,7 @@ struct Memory {
   __device__ __forceinline__ uint32_t scales_full(uint32_t i) const { return codes_full(6 * kStages + i); }
   __device__ __forceinline__ uint32_t scales_empty(uint32_t i) const { return codes_full(6 * kStages + 2 + i); }
 
-  // The chunk's token scales, [kScaleChunk][kWideRows], then the bases, [kScaleChunk].
+  // The chunk's token scales, [kWideRows][kScaleChunk], then the bases, [kScaleChunk].
   __device__ __forceinline__ uint32_t scales(uint32_t chunk) const {
     return start + kScaleStart + ring_slot<2>(chunk) * kScaleBytes;
   }
@@ -123,16 +124,17 @@ __device__ __forceinline__ void feed_tokens(const M& m, const CUtensorMap* token
     const int next_index = gridDim.x + atomicAdd(p.queue, 1);  // used a K block later: nobody waits for it
     Tile next;
     const int slabs = (tile.rows + kSlabRows - 1) / kSlabRows;
-    for (int half = 0; half < 2; ++half) {
+    for (int part = 0; part < M::kParts; ++part) {
       const float* bases =
-          p.bases + (static_cast<size_t>(tile.group) * (p.n / kBlock) + tile.weight_tile * 2 + half) * p.base_stride;
+          p.bases +
+          (static_cast<size_t>(tile.group) * (p.n / kBlock) + tile.weight_tile * M::kParts + part) * p.block_stride;
       for (int kb = 0; kb < p.k_blocks; ++kb) {
         if (kb % kScaleChunk == 0) {
           const uint32_t full = m.scales_full(ring_slot<2>(chunk)), place = m.scales(chunk);
-          const uint32_t base_bytes = min(kScaleChunk, p.base_stride - kb) * 4;
+          const uint32_t base_bytes = min(kScaleChunk, p.block_stride - kb) * 4;
           barrier_wait(m.scales_empty(ring_slot<2>(chunk)), ring_parity<2>(chunk) ^ 1);
           barrier_arrive_expect(full, M::kTokenScaleBytes + base_bytes);
-          copy_tensor_2d(place, scale_map, tile.first_row, kb, full);
+          copy_tensor_2d(place, scale_map, kb, tile.first_row, full);
           copy_bulk(place + M::kTokenScaleBytes, bases + kb, base_bytes, full);
           ++chunk;
         }
@@ -147,7 +149,7 @@ __device__ __forceinline__ void feed_tokens(const M& m, const CUtensorMap* token
                          tile.first_row + slab * kSlabRows, full);
           here = here.after(1);
         }
-        if (half == 0 && kb == 0) queue_publish(m, item, next = load_tile(next_index));
+        if (part == 0 && kb == 0) queue_publish(m, item, next = load_tile(next_index));
       }
     }
     tile = next;
@@ -164,10 +166,10 @@ __device__ __forceinline__ void feed_weights(const M& m, const Problem& p) {
     const Tile tile = queue_read(m, item);
     queue_release(m, item, true);
     if (tile.rows == 0) return;
-    const uint8_t* first =
-        p.records + (static_cast<size_t>(tile.group) * (p.n / kRecordRows) + tile.weight_tile) * p.k_blocks * kRecord;
-    for (int half = 0; half < 2; ++half) {
-      const uint8_t* record = first;
+    for (int part = 0; part < M::kParts; ++part) {
+      const int block = tile.weight_tile * M::kParts + part, half = block % 2;
+      const uint8_t* record =
+          p.records + (static_cast<size_t>(tile.group) * (p.n / kRecordRows) + block / 2) * p.k_blocks * kRecord;
       for (int kb = 0; kb < p.k_blocks; ++kb, ++step, record += kRecord) {
         const uint32_t slot = ring_slot<kStages>(step), free = ring_parity<kStages>(step) ^ 1;
         if constexpr (M::kPacked) {
@@ -212,7 +214,7 @@ __device__ __forceinline__ void convert(const M& m, const Problem& p, int conver
     __syncwarp();
     queue_release(m, item, lane == 0);
     if (end) return;
-    units += p.k_blocks * 8;
+    units += p.k_blocks * 4 * M::kParts;
     fetch(unit);
     for (; unit < units; unit += kConverters) {
       const uint32_t step = unit / 4, slot = ring_slot<kStages>(step);
@@ -248,17 +250,17 @@ struct Place {  // of a consumer thread
 // A warp owns 16 tokens of a slab: it turns 16 x 64 results into rows of 128 bytes in its own corner of shared memory.
 template <typename M>
 __device__ __forceinline__ void write_bf16(const M& m, const float (&total)[2][64], const Problem& p, const Tile& tile,
-                                           int half, const Place& place) {
+                                           const Place& place) {
   const int lane = place.lane;
   const uint32_t staging = m.start + M::kOutputStart + (place.owner * 4 + place.warp) * M::kWarpOutputBytes;
   const uint32_t row_at = staging + (((lane / 8) & 1) * 8 + lane % 8) * 128;
 #pragma unroll
   for (int slab = 0; slab < 2; ++slab) {
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {
+    for (int columns = 0; columns < 128; columns += 64) {
 #pragma unroll
       for (int pair = 0; pair < 4; ++pair) {  // 16 weights
-        const float* v = &total[slab][part * 32 + pair * 8];
+        const float* v = &total[slab][columns / 2 + pair * 8];
         store_matrices(row_at + (((pair * 2 + lane / 16) ^ (lane % 8)) << 4), pack_bf16(v[0], v[1]),
                        pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
       }
@@ -268,7 +270,7 @@ __device__ __forceinline__ void write_bf16(const M& m, const float (&total)[2][6
         const int row = i * 4 + lane / 8, chunk = lane % 8, token = place.first_row(slab) + row;
         if (token < tile.rows)
           *reinterpret_cast<uint4*>(p.out + static_cast<size_t>(tile.first_row + token) * p.n +
-                                    tile.weight_tile * kRecordRows + half * kHalfRows + part * 64 + chunk * 8) =
+                                    tile.weight_tile * kBlockRows + columns + chunk * 8) =
               load_shared_16(staging + row * 128 + ((chunk ^ (row & 7)) << 4));
       }
       __syncwarp();
@@ -277,7 +279,7 @@ __device__ __forceinline__ void write_bf16(const M& m, const float (&total)[2][6
 }
 
 // Of each of its four rows a thread holds 32 results, at places 32 q .. 32 q + 31 of the hidden units (place_of_row).
-// The gates wait in `stash` (global memory that stays in L2) for the ups of the second half.
+// The gates wait in `stash` (global memory that stays in L2) for the ups of the second part.
 __device__ __forceinline__ void stash_gates(const float (&total)[2][64], int slabs, uint4* stash) {
 #pragma unroll
   for (int slab = 0; slab < 2; ++slab) {
@@ -326,8 +328,7 @@ __device__ __forceinline__ void write_hidden(const float (&total)[2][64], int sl
                                    quantise_four(h[4], h[5], inverse), quantise_four(h[6], h[7], inverse));
         if (token < tile.rows) out[i] = v;
       }
-      if (token < tile.rows && quad == 0)
-        p.hidden_scales[static_cast<size_t>(tile.weight_tile) * p.row_stride + row] = scale;
+      if (token < tile.rows && quad == 0) p.hidden_scales[row * p.hidden_stride + tile.weight_tile] = scale;
     }
   }
 }
@@ -342,9 +343,9 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
   const uint32_t tokens_low = uniform(swizzled_low(m.start + owner * M::kSlabSlots * M::kSlabBytes));
   const uint32_t weights_low = uniform(swizzled_low(m.start + M::kWeightStart));
   const uint32_t my_tokens_full = uniform(m.tokens_full(owner, 0)), my_tokens_empty = uniform(m.tokens_empty(owner, 0));
-  const uint32_t scales_at = kept((owner * kSlabRows + warp * 16 + lane / 4) * 4);
+  const uint32_t scales_at = kept((owner * kSlabRows + warp * 16 + lane / 4) * (kScaleChunk * 4));
   const bool speaker = kept(lane) == 0;
-  // K blocks passed, over all tiles; `scale_step` skips to the next chunk at the end of a half, `step` does not.
+  // K blocks passed, over all tiles; `scale_step` skips to the next chunk at the end of a part, `step` does not.
   uint32_t step = 0, scale_step = 0;
   RingPosition<M::kSlabSlots> tokens;
   float total[2][64], partial[64];
@@ -357,7 +358,7 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
     const uint32_t weight_place = weights_low + ring_slot<kStages>(step) * (M::kWeightBytes / 16);
     const uint32_t chunk_place = m.scales(scale_step / kScaleChunk);
     const uint32_t scale_place =
-        scales_at + chunk_place + scale_step % kScaleChunk * (kWideRows * 4) + slab * 2 * kSlabRows * 4;
+        scales_at + chunk_place + (slab * 2 * kSlabRows * kScaleChunk + scale_step % kScaleChunk) * 4;
     product_fence();
 #pragma unroll
     for (int k_step = 0; k_step < 4; ++k_step)
@@ -366,7 +367,7 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
     product_commit();
     base = load_shared_float(chunk_place + M::kTokenScaleBytes + scale_step % kScaleChunk * 4);
     upper = load_shared_float(scale_place) * base;
-    lower = load_shared_float(scale_place + 32) * base;
+    lower = load_shared_float(scale_place + 8 * kScaleChunk * 4) * base;
   };
   const auto promote = [&](float(&sum)[64]) {
 #pragma unroll
@@ -397,7 +398,7 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
     const int rows = uniform(queue_read(m, item).rows);
     if (rows == 0) return;
     const int slabs = (rows > owner * kSlabRows) + (rows > (owner + 2) * kSlabRows);
-    for (int half = 0; half < 2; ++half) {
+    for (int part = 0; part < M::kParts; ++part) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) total[0][i] = total[1][i] = 0.0f;
       if (slabs > 0) wait_for(step, scale_step, tokens);
@@ -440,10 +441,10 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
 
       const Tile tile = queue_read(m, item);
       if constexpr (kEpilogue == Epilogue::bf16) {
-        write_bf16(m, total, p, tile, half, place);
+        write_bf16(m, total, p, tile, place);
       } else {
         uint4* stash = p.stash + blockIdx.x * kStashVectors + owner * 128 + thread;
-        if (half == 0)
+        if (part == 0)
           stash_gates(total, slabs, stash);
         else
           write_hidden(total, slabs, stash, p, tile, place);
@@ -459,7 +460,8 @@ __global__ void __launch_bounds__(kWideThreads, 1)
     wide_kernel(const __grid_constant__ CUtensorMap tokens, const __grid_constant__ CUtensorMap scales,
                 const Problem p) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  const Memory<kFormat> m{static_cast<uint32_t>(uniform(shared_address(shared)))};
+  using M = Memory<kFormat, kEpilogue>;
+  const M m{static_cast<uint32_t>(uniform(shared_address(shared)))};
   const int group = uniform(threadIdx.x / 128);
   if (threadIdx.x == 0) m.init_barriers();
   __syncthreads();
@@ -471,7 +473,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
       feed_tokens(m, &tokens, &scales, p);
     else if (threadIdx.x == 32)
       feed_weights(m, p);
-    else if (Memory<kFormat>::kPacked && role >= 2)
+    else if (M::kPacked && role >= 2)
       convert(m, p, role - 2, threadIdx.x % 32);
   } else {
     take_registers<kConsumerRegisters>();
@@ -481,8 +483,8 @@ __global__ void __launch_bounds__(kWideThreads, 1)
 
 template <WeightFormat kFormat, Epilogue kEpilogue>
 void launch(int blocks, const CUtensorMap& tokens, const CUtensorMap& scales, const Problem& p, cudaStream_t stream) {
-  launch_with_shared(wide_kernel<kFormat, kEpilogue>, blocks, kWideThreads, Memory<kFormat>::kBytes, stream, tokens,
-                     scales, p);
+  launch_with_shared(wide_kernel<kFormat, kEpilogue>, blocks, kWideThreads, Memory<kFormat, kEpilogue>::kBytes, stream,
+                     tokens, scales, p);
 }
 
 }  // namespace
