@@ -119,14 +119,14 @@ void launch_product(const Weights& w, const Activations& a, const Plan& plan, Ep
   p.queue = space.counters + 2, p.stash = space.stash;
   p.n = w.n, p.k_blocks = w.k / kBlock;
   p.block_stride = block_stride(w.k), p.hidden_stride = block_stride(w.n / 2);
+  const int64_t tiles = (blocks_of_128 ? 2 : 1) * tile_capacity(plan.groups, plan.rows, plan.n, plan.width);
   const CUtensorMap tokens = hopper::byte_matrix_map(a.values, a.rows, w.k, wide ? kWideTokenBox : plan.width);
-  const CUtensorMap scales = hopper::float_matrix_map(a.scales, a.rows, p.block_stride, kWideRows, kWideScaleBox);
-  const int64_t capacity = (blocks_of_128 ? 2 : 1) * tile_capacity(plan.groups, plan.rows, plan.n, plan.width);
-  const int blocks = static_cast<int>(std::min<int64_t>(multiprocessors(), capacity));
-  if (wide)
-    launch_wide(w.format, epilogue, blocks, tokens, scales, p, stream);
-  else
-    launch_narrow(plan.width, w.format, epilogue, blocks, tokens, p, stream);
+  if (wide) {
+    const CUtensorMap scales = hopper::float_matrix_map(a.scales, a.rows, p.block_stride, kWideRows, kWideScaleBox);
+    launch_wide(w.format, epilogue, tiles, multiprocessors(), tokens, scales, p, stream);
+  } else {
+    launch_narrow(plan.width, w.format, epilogue, tiles, multiprocessors(), tokens, p, stream);
+  }
 }
 
 }  // namespace

@@ -3,10 +3,12 @@
 // registers, and a tile may be 8, 16 or 64 tokens wide with the same records and the same bits as wide.cu.
 //
 // A block computes 256 weight rows (one record row) x kTokens. Warpgroup 0: warp 0 feeds the stages through the copy
-// engine, warp 1 prepares scales. The others are consumers: the four products of a slab of 64 weight rows with 128 of K
-// go to `partial`, are scaled and added to the FP32 `total`. Up to 16 tokens there are four consumers with a slab each:
-// what counts is the time from a stage's arrival to its release, and four short chains are shorter than two long ones.
-// For 64 tokens, whose accumulators need the registers, there are two with two slabs each.
+// engine, warp 1 prepares scales. Warpgroups 1 and 2 own 128 rows each, as two slabs of 64: the four products of a slab
+// with 128 of K go to `partial`, are scaled and added to the FP32 `total`. Codes are expanded while the warpgroup's own
+// products run: slab 1's during slab 0's, the next K block's slab 0 during slab 1's. Up to 16 tokens, two blocks share
+// a multiprocessor: one's chain from a stage's arrival to its release is filled with the other's work.
+#include <algorithm>
+
 #include "kernels/grouped_linear/activation.cuh"
 #include "kernels/grouped_linear/launch.cuh"
 #include "kernels/grouped_linear/problem.cuh"
@@ -19,15 +21,15 @@ namespace {
 
 using namespace hopper;
 
+constexpr int kThreads = 384, kConsumers = 256;
 constexpr int kScaleChunk = 8;  // K blocks whose scales are prepared together
 
 template <int kTokens, WeightFormat kFormat>
 struct Memory {
-  static constexpr int kSlabs = kTokens <= 16 ? 1 : 2;  // of a consumer
-  static constexpr int kConsumers = 4 / kSlabs, kConsumerThreads = 128 * kConsumers, kThreads = 128 + kConsumerThreads;
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = kSlabs == 1 ? 104 : 232;
+  static constexpr int kBlocks = kTokens <= 16 ? 2 : 1;  // on a multiprocessor
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = kBlocks == 2 ? 96 : 232;
   static constexpr bool kPacked = kFormat == WeightFormat::fp4;
-  static constexpr int kStages = kPacked ? (kTokens <= 16 ? 8 : 6) : (kTokens <= 16 ? 5 : 4);
+  static constexpr int kStages = kPacked ? (kTokens <= 16 ? 5 : 6) : (kTokens <= 16 ? 3 : 4);
   static constexpr int kRecordBytes = record_bytes(kFormat);
   static constexpr int kTokenBytes = kTokens * kBlock;
   static constexpr int kStageBytes = kTokenBytes + kRecordBytes;  // multiples of 1,024, which the swizzle needs
@@ -38,7 +40,7 @@ struct Memory {
   static constexpr int kOutputStart = kScaleStart + 2 * kScaleBytes;
   static constexpr int kBarrierStart = kOutputStart + 4 * kSlabOutputBytes;
   static constexpr int kBytes = kBarrierStart + 8 * (2 * kStages + 4);
-  static_assert(kBytes <= 227 * 1024);
+  static_assert((kBytes + 1024) * kBlocks <= 228 * 1024);  // a block costs 1 KB of its own
 
   uint32_t start;
   __device__ __forceinline__ uint32_t stage(uint32_t i) const { return start + i * kStageBytes; }
@@ -52,8 +54,8 @@ struct Memory {
   }
 
   __device__ void init_barriers() const {
-    for (int i = 0; i < kStages; ++i) barrier_init(full(i), 1), barrier_init(empty(i), 4 * kConsumers);
-    for (int i = 0; i < 2; ++i) barrier_init(scales_full(i), 32), barrier_init(scales_empty(i), 4 * kConsumers);
+    for (int i = 0; i < kStages; ++i) barrier_init(full(i), 1), barrier_init(empty(i), kConsumers);
+    for (int i = 0; i < 2; ++i) barrier_init(scales_full(i), 32), barrier_init(scales_empty(i), kConsumers);
     barrier_init_fence();
   }
 };
@@ -63,10 +65,16 @@ struct Memory {
 // ones to the same worker. Calls body(tile) for each tile of this block.
 template <typename Body>
 __device__ __forceinline__ void for_each_tile(const Problem& p, Body body) {
-  const int tile_count = *p.tile_count, workers = gridDim.x;
+  const int workers = gridDim.x;
+  const Tile first =
+      p.tiles[blockIdx.x];  // there is room for as many tiles as blocks: loads need not wait for the count
+  const int tile_count = *p.tile_count;
   for (int round = 0; round * workers < tile_count; ++round) {
     const int t = round * workers + (blockIdx.x + round) % workers;
-    if (t < tile_count) body(p.tiles[t]);
+    if (t >= tile_count) continue;
+    Tile tile = first;
+    if (round > 0) tile = p.tiles[t];
+    body(tile);
   }
 }
 
@@ -116,15 +124,15 @@ __device__ __forceinline__ void prepare_scales(const M& m, const Problem& p, int
   });
 }
 
-// total += partial * scale.
-template <int kTokens, int kSlabs>
-__device__ __forceinline__ void promote(float (&total)[kSlabs][kTokens / 2],
-                                        const float (&partial)[kSlabs][kTokens / 2], uint32_t scales) {
+// total += partial * scale for both slabs.
+template <int kTokens>
+__device__ __forceinline__ void promote(float (&total)[2][kTokens / 2], const float (&partial)[2][kTokens / 2],
+                                        uint32_t scales) {
 #pragma unroll
   for (int pair = 0; pair < (kTokens + 15) / 16; ++pair) {  // 16 tokens
     const float4 s = load_shared_floats(scales + pair * 64);
 #pragma unroll
-    for (int slab = 0; slab < kSlabs; ++slab)
+    for (int slab = 0; slab < 2; ++slab)
 #pragma unroll
       for (int i = 8 * pair; i < 8 * pair + 8 && i < kTokens / 2; ++i)
         total[slab][i] = fmaf(partial[slab][i], i & 4 ? (i & 1 ? s.z : s.w) : (i & 1 ? s.x : s.y), total[slab][i]);
@@ -151,7 +159,7 @@ __device__ __forceinline__ void stage_slab(const M& m, const float (&total)[kTok
 
 template <typename M>
 __device__ __forceinline__ void write_bf16(const M& m, const Problem& p, const Tile& tile, int thread) {
-  for (int i = thread; i < tile.rows * 32; i += M::kConsumerThreads) {
+  for (int i = thread; i < tile.rows * 32; i += kConsumers) {
     const int token = i / 32, chunk = i % 32;
     *reinterpret_cast<uint4*>(p.out + static_cast<size_t>(tile.first_row + token) * p.n +
                               tile.weight_tile * kRecordRows + chunk * 8) =
@@ -164,7 +172,7 @@ __device__ __forceinline__ void write_bf16(const M& m, const Problem& p, const T
 template <typename M>
 __device__ __forceinline__ void write_hidden(const M& m, const Problem& p, const Tile& tile, int thread) {
   const int lane = thread % 32, pair = lane % 8, slab = pair / 4, chunk = pair % 4 * 2, byte = lane / 8 * 4;
-  for (int token = thread / 32; token < tile.rows; token += M::kConsumerThreads / 32) {
+  for (int token = thread / 32; token < tile.rows; token += kConsumers / 32) {
     const size_t row = tile.first_row + token;
     const float weight = p.route_weight ? p.route_weight[row] : 1.0f;
     uint32_t hidden[2];
@@ -184,15 +192,14 @@ __device__ __forceinline__ void write_hidden(const M& m, const Problem& p, const
 
 template <int kTokens, Epilogue kEpilogue, typename M>
 __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner, int thread) {
-  constexpr int kSlabs = M::kSlabs;
-  const int lane = thread % 32, first_slab = owner * kSlabs, half = first_slab / 2;
-  // Offsets of this thread's codes and exponents inside a stage, for this consumer's first slab.
-  const uint32_t codes_at = M::kTokenBytes + first_slab * kSlabCodeBytes + thread * 16;
-  const uint32_t offsets_at = M::kTokenBytes + 4 * kSlabCodeBytes + first_slab * kSlabOffsetBytes + thread * 2;
+  const int lane = thread % 32;
+  // Offsets of this thread's codes and exponents inside a stage, for this warpgroup's first slab.
+  const uint32_t codes_at = M::kTokenBytes + owner * 2 * kSlabCodeBytes + thread * 16;
+  const uint32_t offsets_at = M::kTokenBytes + 4 * kSlabCodeBytes + owner * 2 * kSlabOffsetBytes + thread * 2;
   RingPosition<M::kStages> here;
   uint32_t chunk = 0;
-  float total[kSlabs][kTokens / 2], partial[kSlabs][kTokens / 2];
-  uint32_t operand[kSlabs][16];
+  float total[2][kTokens / 2], partial[2][kTokens / 2];
+  uint32_t operand[2][16];
 
   const auto multiply = [&](int slab, uint32_t place) {  // four products over 128 of K; `place` is the stage
     product_fence();
@@ -204,74 +211,66 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
       else
         Fp8Product<kTokens>::rows_from_shared(
             partial[slab],
-            swizzled_operand(swizzled_low(place + M::kTokenBytes) + (first_slab + slab) * (kSlabRows * kBlock / 16) +
+            swizzled_operand(swizzled_low(place + M::kTokenBytes) + (owner * 2 + slab) * (kSlabRows * kBlock / 16) +
                              2 * step),
             tokens, step > 0);
     }
     product_commit();
   };
-  const auto load = [&](int slab, uint32_t place) {
-    return load_slab(place + codes_at + slab * kSlabCodeBytes, place + offsets_at + slab * kSlabOffsetBytes);
+  const auto expand = [&](int slab, uint32_t place) {
+    if constexpr (M::kPacked)
+      expand_slab(operand[slab],
+                  load_slab(place + codes_at + slab * kSlabCodeBytes, place + offsets_at + slab * kSlabOffsetBytes));
   };
 
   for_each_tile(p, [&](const Tile& tile) {
 #pragma unroll
-    for (int slab = 0; slab < kSlabs; ++slab)
-#pragma unroll
-      for (int i = 0; i < kTokens / 2; ++i) total[slab][i] = 0.0f;
+    for (int i = 0; i < kTokens / 2; ++i) total[0][i] = total[1][i] = 0.0f;
     barrier_wait(m.full(here.slot), here.parity);
-    if constexpr (M::kPacked) expand_slab(operand[0], load(0, m.stage(here.slot)));
+    expand(0, m.stage(here.slot));
 
     for (int kb = 0; kb < p.k_blocks; ++kb) {
       const uint32_t slot = here.slot;
       const bool last = kb + 1 == p.k_blocks;
       const uint32_t scales = m.start + M::kScaleStart + ring_slot<2>(chunk) * M::kScaleBytes +
-                              ((kb % kScaleChunk) * 2 + half) * M::kScaleRow * 4 + (lane % 4) * 16;
+                              ((kb % kScaleChunk) * 2 + owner) * M::kScaleRow * 4 + (lane % 4) * 16;
       here = here.after(1);
       multiply(0, m.stage(slot));
-      if constexpr (kSlabs == 2) {  // codes of slab 1 are expanded while the products of slab 0 run
-        if constexpr (M::kPacked) expand_slab(operand[1], load(1, m.stage(slot)));
-        multiply(1, m.stage(slot));
-      }
+      expand(1, m.stage(slot));
+      multiply(1, m.stage(slot));
       if (kb % kScaleChunk == 0) barrier_wait(m.scales_full(ring_slot<2>(chunk)), ring_parity<2>(chunk));
-      RawSlab next;
       if (!last) {
         barrier_wait(m.full(here.slot), here.parity);
-        if constexpr (M::kPacked) next = load(0, m.stage(here.slot));
-        if constexpr (M::kPacked && kSlabs == 2) {
-          product_wait<1>();  // slab 0's operand registers are free
-          expand_slab(operand[0], next);
-        }
+        product_wait<1>();  // slab 0's operand registers are free
+        expand(0, m.stage(here.slot));
       }
       product_wait<0>();
-      if (lane == 0) barrier_arrive(m.empty(slot));
-      promote<kTokens, kSlabs>(total, partial, scales);
-      if constexpr (M::kPacked && kSlabs == 1)
-        if (!last) expand_slab(operand[0], next);
+      barrier_arrive(m.empty(slot));
+      promote<kTokens>(total, partial, scales);
       if (kb % kScaleChunk == kScaleChunk - 1 || last) {
-        if (lane == 0) barrier_arrive(m.scales_empty(ring_slot<2>(chunk)));
+        barrier_arrive(m.scales_empty(ring_slot<2>(chunk)));
         ++chunk;
       }
     }
 #pragma unroll
-    for (int slab = 0; slab < kSlabs; ++slab) stage_slab<kTokens>(m, total[slab], first_slab + slab, thread / 32, lane);
-    group_barrier(1, M::kConsumerThreads);
+    for (int slab = 0; slab < 2; ++slab) stage_slab<kTokens>(m, total[slab], owner * 2 + slab, thread / 32, lane);
+    group_barrier(1, kConsumers);
     if constexpr (kEpilogue == Epilogue::bf16)
       write_bf16(m, p, tile, owner * 128 + thread);
     else
       write_hidden(m, p, tile, owner * 128 + thread);
-    group_barrier(1, M::kConsumerThreads);  // the staging area is free for the next tile
+    group_barrier(1, kConsumers);  // the staging area is free for the next tile
   });
 }
 
 template <int kTokens, WeightFormat kFormat, Epilogue kEpilogue>
-__global__ void __launch_bounds__(Memory<kTokens, kFormat>::kThreads, 1)
+__global__ void __launch_bounds__(kThreads, Memory<kTokens, kFormat>::kBlocks)
     narrow_kernel(const __grid_constant__ CUtensorMap tokens, const Problem p) {
   extern __shared__ __align__(1024) uint8_t shared[];
   using M = Memory<kTokens, kFormat>;
   const M m{static_cast<uint32_t>(uniform(shared_address(shared)))};
   const int group = uniform(threadIdx.x / 128);
-  if (threadIdx.x == 0) m.init_barriers();
+  if (threadIdx.x == 0) prefetch_map(&tokens), m.init_barriers();
   __syncthreads();
 
   if (group == 0) {
@@ -287,24 +286,30 @@ __global__ void __launch_bounds__(Memory<kTokens, kFormat>::kThreads, 1)
 }
 
 template <int kTokens, WeightFormat kFormat>
-void launch(Epilogue epilogue, int blocks, const CUtensorMap& tokens, const Problem& p, cudaStream_t stream) {
+void launch(Epilogue epilogue, int64_t tiles, int multiprocessors, const CUtensorMap& tokens, const Problem& p,
+            cudaStream_t stream) {
+  using M = Memory<kTokens, kFormat>;
+  const int blocks = static_cast<int>(std::min<int64_t>(M::kBlocks * multiprocessors, tiles));
   launch_with_shared(epilogue == Epilogue::bf16 ? narrow_kernel<kTokens, kFormat, Epilogue::bf16>
                                                 : narrow_kernel<kTokens, kFormat, Epilogue::swiglu>,
-                     blocks, Memory<kTokens, kFormat>::kThreads, Memory<kTokens, kFormat>::kBytes, stream, tokens, p);
+                     blocks, kThreads, M::kBytes, stream, tokens, p);
 }
 
 template <int kTokens>
-void launch(WeightFormat format, Epilogue epilogue, int blocks, const CUtensorMap& tokens, const Problem& p,
-            cudaStream_t stream) {
-  (format == WeightFormat::fp4 ? launch<kTokens, WeightFormat::fp4>
-                               : launch<kTokens, WeightFormat::fp8>)(epilogue, blocks, tokens, p, stream);
+void launch(WeightFormat format, Epilogue epilogue, int64_t tiles, int multiprocessors, const CUtensorMap& tokens,
+            const Problem& p, cudaStream_t stream) {
+  (format == WeightFormat::fp4
+       ? launch<kTokens, WeightFormat::fp4>
+       : launch<kTokens, WeightFormat::fp8>)(epilogue, tiles, multiprocessors, tokens, p, stream);
 }
 
 }  // namespace
 
-void launch_narrow(int width, WeightFormat format, Epilogue epilogue, int blocks, const CUtensorMap& tokens,
-                   const Problem& p, cudaStream_t stream) {
-  (width == 8 ? launch<8> : width == 16 ? launch<16> : launch<64>)(format, epilogue, blocks, tokens, p, stream);
+void launch_narrow(int width, WeightFormat format, Epilogue epilogue, int64_t tiles, int multiprocessors,
+                   const CUtensorMap& tokens, const Problem& p, cudaStream_t stream) {
+  (width == 8    ? launch<8>
+   : width == 16 ? launch<16>
+                 : launch<64>)(format, epilogue, tiles, multiprocessors, tokens, p, stream);
 }
 
 }  // namespace plumb::kernels::grouped_linear

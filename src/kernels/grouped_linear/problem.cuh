@@ -35,10 +35,11 @@ struct Problem {
 constexpr int kWideRows = 256, kWideThreads = 512, kWideConsumers = 256;
 constexpr int kStashVectors = 16 * kWideConsumers;  // 256 rows x 128 gates in bf16
 
-void launch_wide(WeightFormat format, Epilogue epilogue, int blocks, const CUtensorMap& tokens,
+// tiles: how many the list can hold.
+void launch_wide(WeightFormat format, Epilogue epilogue, int64_t tiles, int multiprocessors, const CUtensorMap& tokens,
                  const CUtensorMap& scales, const Problem& problem, cudaStream_t stream);
-void launch_narrow(int width, WeightFormat format, Epilogue epilogue, int blocks, const CUtensorMap& tokens,
-                   const Problem& problem, cudaStream_t stream);
+void launch_narrow(int width, WeightFormat format, Epilogue epilogue, int64_t tiles, int multiprocessors,
+                   const CUtensorMap& tokens, const Problem& problem, cudaStream_t stream);
 constexpr int kWideScaleBox = 8;   // K blocks that a copy of scales takes
 constexpr int kWideTokenBox = 64;  // rows a copy of the wide kernel takes; the narrow kernel takes `width`
 

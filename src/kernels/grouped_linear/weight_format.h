@@ -79,7 +79,9 @@ inline uint32_t arrange_codes(uint16_t first, uint16_t second) {
 // Byte i of the result is byte (nibble i of selectors) of the eight bytes low, high.
 PLUMB_HOST_DEVICE uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selectors) {
 #ifdef __CUDA_ARCH__
-  return __byte_perm(low, high, selectors);
+  uint32_t result;  // as assembly: the compiler would otherwise mask each half of `selectors` anew
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(selectors));
+  return result;
 #else
   const uint64_t bytes = static_cast<uint64_t>(high) << 32 | low;
   uint32_t result = 0;

@@ -12,6 +12,8 @@
 //   2, 3: consumers; number i owns the 64-token slabs i and i + 2, so that a half-filled tile stays balanced
 // A slab's four products over 128 of K go to `partial`, which is then scaled and added to the slab's FP32 `total`.
 // While one consumer does that, the other one's products keep the tensor cores busy.
+#include <algorithm>
+
 #include "kernels/grouped_linear/activation.cuh"
 #include "kernels/grouped_linear/launch.cuh"
 #include "kernels/grouped_linear/problem.cuh"
@@ -215,7 +217,7 @@ __device__ __forceinline__ void convert(const M& m, const Problem& p, int conver
     queue_release(m, item, lane == 0);
     if (end) return;
     units += p.k_blocks * 4 * M::kParts;
-    fetch(unit);
+    if (unit < units) fetch(unit);
     for (; unit < units; unit += kConverters) {
       const uint32_t step = unit / 4, slot = ring_slot<kStages>(step);
       const uint32_t place = row_at + slot * M::kWeightBytes + (unit % 4) * 16 * 128;
@@ -463,7 +465,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   using M = Memory<kFormat, kEpilogue>;
   const M m{static_cast<uint32_t>(uniform(shared_address(shared)))};
   const int group = uniform(threadIdx.x / 128);
-  if (threadIdx.x == 0) m.init_barriers();
+  if (threadIdx.x == 0) prefetch_map(&tokens), prefetch_map(&scales), m.init_barriers();
   __syncthreads();
 
   if (group < 2) {
@@ -489,9 +491,10 @@ void launch(int blocks, const CUtensorMap& tokens, const CUtensorMap& scales, co
 
 }  // namespace
 
-void launch_wide(WeightFormat format, Epilogue epilogue, int blocks, const CUtensorMap& tokens,
+void launch_wide(WeightFormat format, Epilogue epilogue, int64_t tiles, int multiprocessors, const CUtensorMap& tokens,
                  const CUtensorMap& scales, const Problem& p, cudaStream_t stream) {
   check_cuda(cudaMemsetAsync(p.queue, 0, sizeof(int), stream), "grouped_linear: clearing the tile queue");
+  const int blocks = static_cast<int>(std::min<int64_t>(multiprocessors, tiles));
   const bool fp4 = format == WeightFormat::fp4;
   if (epilogue == Epilogue::bf16)
     (fp4 ? launch<WeightFormat::fp4, Epilogue::bf16> : launch<WeightFormat::fp8, Epilogue::bf16>)(blocks, tokens,

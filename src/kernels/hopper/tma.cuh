@@ -18,6 +18,11 @@ __device__ __forceinline__ void copy_bulk(uint32_t destination, const void* sour
       : "memory");
 }
 
+// Fetches the descriptor itself, so that the first copy does not wait for it.
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // The box of the map whose first element is (inner, outer); elements outside of the matrix arrive as zeros.
 __device__ __forceinline__ void copy_tensor_2d(uint32_t destination, const CUtensorMap* map, int inner, int outer,
                                                uint32_t barrier) {
