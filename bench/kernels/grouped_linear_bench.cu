@@ -23,6 +23,7 @@
 #include "kernels/grouped_linear/activation.cuh"
 #include "kernels/grouped_linear/grouped_linear.h"
 #include "kernels/grouped_linear/launch.cuh"
+#include "kernels/grouped_linear/route.h"
 
 namespace {
 
@@ -238,6 +239,38 @@ void dense_runs(const Rows& r) {
   }
 }
 
+void sort_and_combine(const Rows& r) {
+  constexpr int kTopK = 6, kTokens = kRows / kTopK;
+  std::mt19937 random(12);
+  std::vector<int> experts(kRows);
+  for (auto& e : experts) e = static_cast<int>(random() % kExperts);
+  int *expert, *source, *slots, *first;
+  for (int** p : {&expert, &source, &slots, &first}) check_cuda(cudaMalloc(p, kRows * sizeof(int)), "cudaMalloc");
+  check_cuda(cudaMemcpy(expert, experts.data(), kRows * sizeof(int), cudaMemcpyHostToDevice), "copy");
+  for (const int tokens : {kTokens, 128}) {
+    const Choices choices{expert, r.route, tokens, kTopK, kExperts};
+    void* workspace;
+    check_cuda(cudaMalloc(&workspace, std::max<size_t>(sort_bytes(choices), 4)), "cudaMalloc");
+    const double us = 1e3 * median_ms(
+                                [&] {
+                                  sort_by_expert(choices, {first, source, r.hidden_scales, slots}, workspace, nullptr);
+                                },
+                                21);
+    const std::string name = "sort " + std::to_string(tokens) + " tokens x top 6 by expert";
+    std::printf("%-46s %9.1f us\n", name.c_str(), us), figure(name, us, "us");
+    if (tokens == kTokens)
+      report_bytes("combine 16384 tokens x top 6", 2.0 * (kRows + kTokens) * 4096,
+                   median_ms(
+                       [&] {
+                         combine(r.out, slots, nullptr, kTokens, kTopK, 4096, reinterpret_cast<uint16_t*>(r.values),
+                                 nullptr);
+                       },
+                       9));
+    cudaFree(workspace);
+  }
+  for (int* p : {expert, source, slots, first}) cudaFree(p);
+}
+
 void write_json(const char* path, const char* device) {
   char date[32];
   const std::time_t now = std::time(nullptr);
@@ -285,6 +318,7 @@ int main(int argc, char** argv) {
     const double us = 1e3 * median_ms([&] { make_plan(p.first, p.plan, nullptr); }, 21);
     std::printf("%-46s %9.1f us\n", "plan, 256 experts", us), figure("plan, 256 experts", us, "us");
   }
+  sort_and_combine(r);
   for (const WeightFormat format : {WeightFormat::fp4, WeightFormat::fp8}) {
     Weights w = random_weights(format, kExperts, 4096, 4096);
     quantise_rows(x, nullptr, kRows, 4096, r.values, r.scales, nullptr);

@@ -1,20 +1,16 @@
 // Grouped linear kernels on a GPU. Oracles: a kernel without pipeline, packing or swizzle for the bits; FP64 on the CPU
 // for the values; the scalar conversions of base/float_formats.h for everything that is quantised.
 //
-// By hand: nvcc -gencode arch=compute_90a,code=sm_90a -std=c++20 -O2 --expt-relaxed-constexpr -Isrc -o
-// grouped_linear_test
-//   tests/kernels/grouped_linear_test.cu src/kernels/grouped_linear/*.cu src/base/float_formats.cpp -lgtest
-//   -lgtest_main
+// Tests named Small* also run under compute-sanitizer (tools/test-gpu.sh --sanitize). By hand:
+//   nvcc -gencode arch=compute_90a,code=sm_90a -std=c++20 -O2 --expt-relaxed-constexpr -Isrc -o grouped_linear_test
+//     tests/kernels/grouped_linear_test.cu src/kernels/grouped_linear/*.cu -lgtest -lgtest_main
 #include "kernels/grouped_linear/grouped_linear.h"
 
 #include <gtest/gtest.h>
 
-#include <numeric>
-#include <random>
-#include <vector>
+#include <cstring>
 
-#include "base/float_formats.h"
-#include "kernels/grouped_linear/launch.cuh"
+#include "grouped_linear_data.cuh"
 #include "kernels/grouped_linear/problem.cuh"
 #include "kernels/hopper/wgmma_fp8.cuh"
 
@@ -22,153 +18,6 @@ namespace plumb::kernels::grouped_linear {
 namespace {
 
 constexpr int kWidths[] = {8, 16, 64, 256};
-
-// ---- Device memory, poisoned so that an element nobody wrote shows
-// -----------------------------------------------------
-template <typename T>
-class Buffer {
- public:
-  explicit Buffer(size_t count) : count_(count) {
-    check_cuda(cudaMalloc(&data_, std::max<size_t>(count, 1) * sizeof(T)), "cudaMalloc");
-    check_cuda(cudaMemset(data_, 0xff, count * sizeof(T)), "cudaMemset");
-  }
-  explicit Buffer(const std::vector<T>& v) : Buffer(v.size()) { set(v); }
-  Buffer(const Buffer&) = delete;
-  ~Buffer() { cudaFree(data_); }
-  T* get() const { return data_; }
-  size_t size() const { return count_; }
-  void set(const std::vector<T>& v) {
-    check_cuda(cudaMemcpy(data_, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice), "copy to device");
-  }
-  std::vector<T> host() const {
-    std::vector<T> v(count_);
-    check_cuda(cudaDeviceSynchronize(), "kernel");
-    check_cuda(cudaMemcpy(v.data(), data_, count_ * sizeof(T), cudaMemcpyDeviceToHost), "copy from device");
-    return v;
-  }
-
- private:
-  T* data_ = nullptr;
-  size_t count_;
-};
-
-// ---- Weights: in the checkpoint's format, packed, and as plain e4m3 with one scale a 128 x 128 block
-// --------------------
-struct Matrices {
-  WeightFormat format;
-  int groups, n, k;
-  bool gate_up;
-  std::vector<uint8_t> data, scales;  // FP4: codes [g, n, k/2], [g, n, k/32]; FP8: [g, n, k], [g, n/128, k/128]
-  std::vector<uint8_t> plain;         // [g, n, k] e4m3, rows in record order
-  std::vector<float> bases;           // [g, n/128, block_stride(k)]
-  std::vector<uint8_t> records;
-
-  Weights on_device(const Buffer<uint8_t>& r, const Buffer<float>& b) const {
-    return {format, groups, n, k, r.get(), b.get()};
-  }
-  // Row of the checkpoint's [n, k] (gates, then ups) that lies at a row of the records.
-  int source_row(int row) const {
-    if (!gate_up) return row;
-    return row / 128 % 2 * (n / 2) + row / 256 * 128 + hidden_of_row(row % 128);
-  }
-};
-
-template <typename Matrix>
-void pack(Matrices& w, int group, size_t data_row, size_t scale_row, int scale_rows) {
-  const int first_half = w.gate_up ? w.n / 2 : w.n;
-  const auto at = [&](int row) {
-    return Matrix{w.data.data() + (static_cast<size_t>(group) * w.n + row) * data_row,
-                  w.scales.data() + (static_cast<size_t>(group) * w.n + row) / scale_rows * scale_row};
-  };
-  const size_t record = record_bytes(w.format), blocks = w.k / kBlock;
-  uint8_t* records = w.records.data() + group * (w.n / kRecordRows) * blocks * record;
-  float* bases = w.bases.data() + group * (w.n / kBlock) * block_stride(w.k);
-  const PackReport report = w.gate_up
-                                ? pack_gate_up_rows(at(0), at(first_half), w.k, 0, w.n / kRecordRows, records, bases)
-                                : pack_rows(at(0), w.k, 0, w.n / kRecordRows, records, bases);
-  if (!report.ok()) throw std::runtime_error(describe(report));
-}
-
-Matrices random_weights(WeightFormat format, int groups, int n, int k, bool gate_up, int seed) {
-  Matrices w{format, groups, n, k, gate_up, {}, {}, {}, {}, {}};
-  std::mt19937 random(seed);
-  const size_t count = static_cast<size_t>(groups) * n * k;
-  w.plain.resize(count), w.bases.resize(groups * n / kBlock * block_stride(k));
-  w.records.resize(count / kRecordRows / kBlock * record_bytes(format));
-  if (format == WeightFormat::fp4) {
-    w.data.resize(count / 2), w.scales.resize(count / 32);
-    for (auto& c : w.data) c = static_cast<uint8_t>(random());
-    for (auto& s : w.scales) s = static_cast<uint8_t>(113 + random() % 5 + random() % 4 + random() % 5);  // span 11
-    for (int g = 0; g < groups; ++g) pack<Fp4Matrix>(w, g, k / 2, k / 32, 1);
-  } else {
-    w.data.resize(count), w.scales.resize(count / kBlock / kBlock);
-    std::normal_distribution<float> normal(0, 60);
-    for (auto& v : w.data) v = float_to_e4m3(normal(random));
-    for (auto& s : w.scales) s = static_cast<uint8_t>(112 + random() % 8);
-    for (int g = 0; g < groups; ++g) pack<Fp8Matrix>(w, g, k, k / kBlock, kBlock);
-  }
-  // The plain form, from the formats' definitions alone.
-  for (int row = 0; row < groups * n; ++row) {
-    const size_t source = static_cast<size_t>(row / n) * n + w.source_row(row % n);
-    for (int kk = 0; kk < k; ++kk) {
-      uint8_t& out = w.plain[static_cast<size_t>(row) * k + kk];
-      const float base = w.bases[row / kBlock * block_stride(k) + kk / kBlock];
-      if (format == WeightFormat::fp8) {
-        out = w.data[source * k + kk];
-      } else {
-        const uint8_t byte = w.data[(source * k + kk) / 2];
-        const float value =
-            e2m1_to_float(kk % 2 ? byte >> 4 : byte & 15) * e8m0_to_float(w.scales[(source * k + kk) / 32]);
-        out = float_to_e4m3(value / base);
-        if (e4m3_to_float(out) * base != value) throw std::runtime_error("the test's weights are not exact");
-      }
-    }
-  }
-  return w;
-}
-
-// ---- Activations: random bf16 rows of very different sizes
-// ---------------------------------------------------------------
-std::vector<uint16_t> random_rows(int rows, int k, int seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal;
-  std::vector<uint16_t> x(static_cast<size_t>(rows) * k);
-  for (int r = 0; r < rows; ++r) {
-    const float size = std::ldexp(1.0f, static_cast<int>(random() % 12) - 6);
-    for (int c = 0; c < k; ++c) x[static_cast<size_t>(r) * k + c] = float_to_bf16(normal(random) * size);
-  }
-  return x;
-}
-struct Quantised {
-  Buffer<uint8_t> values;
-  Buffer<float> scales;
-  int rows;
-  Quantised(const std::vector<uint16_t>& x, int rows_, int k)
-      : values(static_cast<size_t>(rows_) * k), scales(static_cast<size_t>(rows_) * block_stride(k)), rows(rows_) {
-    const Buffer<uint16_t> source(x);
-    quantise_rows(source.get(), nullptr, rows, k, values.get(), scales.get(), nullptr);
-    check_cuda(cudaDeviceSynchronize(), "quantise_rows");
-  }
-  Activations get() const { return {values.get(), scales.get(), rows}; }
-};
-
-std::vector<int> first_rows(const std::vector<int>& counts) {
-  std::vector<int> first(counts.size() + 1);
-  std::partial_sum(counts.begin(), counts.end(), first.begin() + 1);
-  return first;
-}
-
-struct PlanOnDevice {
-  Buffer<int> first;
-  Buffer<uint4> workspace;
-  Plan plan;
-  PlanOnDevice(const std::vector<int>& counts, int rows, int n, int width)
-      : first(first_rows(counts)),
-        workspace(plan_bytes(static_cast<int>(counts.size()), rows, n, width) / sizeof(uint4) + 1),
-        plan{static_cast<int>(counts.size()), rows, n, width, workspace.get()} {
-    make_plan(first.get(), plan, nullptr);
-  }
-};
 
 // ---- The bit oracle: the plainest kernel that uses the FP8 warpgroup product. Another operand layout (no swizzle),
 // weights as rows, no pipeline; the same order of K and the same promotion points. Grid: (n / 64, row tiles of 64 of
@@ -228,12 +77,6 @@ std::vector<uint16_t> oracle(const Matrices& w, const Activations& a, const std:
           weights.get() + static_cast<size_t>(g) * w.n * w.k, bases.get() + g * w.n / kBlock * block_stride(w.k),
           a.values, a.scales, first[g], counts[g], w.n, w.k, out.get());
   return out.host();
-}
-
-size_t differences(const auto& a, const auto& b) {
-  size_t found = a.size() == b.size() ? 0 : std::max(a.size(), b.size());
-  for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) found += a[i] != b[i];
-  return found;
 }
 
 struct Case {
@@ -309,24 +152,25 @@ TEST(GroupedLinear, ExpandsAllCodesAndExponents) {
 }
 
 // Every width, both formats, every shape: the oracle's bits, everything written, nothing else touched.
+void check_linear(const Case& c, WeightFormat format) {
+  const int used = first_rows(c.counts).back(), rows = used + c.spare_rows;
+  const Matrices w = random_weights(format, static_cast<int>(c.counts.size()), c.n, c.k, false, 3);
+  const Buffer<uint8_t> records(w.records);
+  const Buffer<float> bases(w.bases);
+  const Quantised a(random_rows(rows, c.k, 4), rows, c.k);
+  const auto expected = oracle(w, a.get(), c.counts);
+  for (const int width : kWidths) {
+    const PlanOnDevice p(c.counts, rows, c.n, width);
+    Buffer<uint16_t> out(static_cast<size_t>(rows) * c.n);
+    for (int use = 0; use < 2; ++use)  // a plan may be used again
+      linear(w.on_device(records, bases), a.get(), p.plan, out.get(), nullptr);
+    ASSERT_EQ(differences(out.host(), expected), 0u)
+        << c.what << ", width " << width << (format == WeightFormat::fp4 ? ", FP4" : ", FP8");
+  }
+}
 TEST(GroupedLinear, BitsOfTheOracleAtEveryWidth) {
   for (const Case& c : cases())
-    for (const WeightFormat format : {WeightFormat::fp4, WeightFormat::fp8}) {
-      const int used = first_rows(c.counts).back(), rows = used + c.spare_rows;
-      const Matrices w = random_weights(format, static_cast<int>(c.counts.size()), c.n, c.k, false, 3);
-      const Buffer<uint8_t> records(w.records);
-      const Buffer<float> bases(w.bases);
-      const Quantised a(random_rows(rows, c.k, 4), rows, c.k);
-      const auto expected = oracle(w, a.get(), c.counts);
-      for (const int width : kWidths) {
-        const PlanOnDevice p(c.counts, rows, c.n, width);
-        Buffer<uint16_t> out(static_cast<size_t>(rows) * c.n);
-        linear(w.on_device(records, bases), a.get(), p.plan, out.get(), nullptr);
-        linear(w.on_device(records, bases), a.get(), p.plan, out.get(), nullptr);  // a plan may be used again
-        ASSERT_EQ(differences(out.host(), expected), 0u)
-            << c.what << ", width " << width << (format == WeightFormat::fp4 ? ", FP4" : ", FP8");
-      }
-    }
+    for (const WeightFormat format : {WeightFormat::fp4, WeightFormat::fp8}) check_linear(c, format);
 }
 
 // The value, against FP64 on the formats' exact numbers. Bound: a tensor-core sum keeps about 13 bits below the largest
@@ -450,48 +294,53 @@ TEST(GroupedLinear, SwigluAgainstDoublePrecision) {
     }
 }
 
-// The fused epilogue at every width and in both formats has the bits of linear followed by swiglu_quantise.
+// The fused epilogue at every width has the bits of the oracle's product followed by swiglu_quantise; rows of no group
+// stay as they were.
+void check_fused_swiglu(const Case& c, WeightFormat format) {
+  const int used = first_rows(c.counts).back(), rows = used + c.spare_rows, groups = static_cast<int>(c.counts.size());
+  const int stride = block_stride(c.n / 2);
+  const Matrices w = random_weights(format, groups, c.n, c.k, true, 13);
+  const Buffer<uint8_t> records(w.records);
+  const Buffer<float> bases(w.bases);
+  const Quantised a(random_rows(rows, c.k, 14), rows, c.k);
+  const Buffer<uint16_t> gate_up(oracle(w, a.get(), c.counts));
+  std::vector<float> route(rows);
+  for (int r = 0; r < rows; ++r) route[r] = 0.25f + 0.01f * static_cast<float>(r % 100);
+  const Buffer<float> route_device(route);
+  const size_t values = static_cast<size_t>(rows) * c.n / 2, blocks = static_cast<size_t>(rows) * stride;
+  Buffer<uint8_t> expected(values);
+  Buffer<float> expected_scales(blocks);
+  swiglu_quantise(gate_up.get(), rows, c.n, route_device.get(), 10.0f, expected.get(), expected_scales.get(), nullptr);
+  auto v = expected.host();
+  auto s = expected_scales.host();
+  std::fill(v.begin() + static_cast<size_t>(used) * c.n / 2, v.end(), uint8_t{0xff});
+  std::memset(s.data() + static_cast<size_t>(used) * stride, 0xff,
+              static_cast<size_t>(c.spare_rows) * stride * sizeof(float));
+  for (const int width : kWidths) {
+    const PlanOnDevice p(c.counts, rows, c.n, width);
+    Buffer<uint8_t> hidden(values);
+    Buffer<float> scales(blocks);
+    linear_swiglu(w.on_device(records, bases), a.get(), p.plan, route_device.get(), 10.0f, hidden.get(), scales.get(),
+                  nullptr);
+    const auto got_scales = scales.host();
+    ASSERT_EQ(differences(hidden.host(), v), 0u) << c.what << ", width " << width;
+    ASSERT_EQ(std::memcmp(got_scales.data(), s.data(), s.size() * 4), 0) << "scales: " << c.what << ", width " << width;
+  }
+}
 TEST(GroupedLinear, FusedSwigluHasTheBitsOfTheSeparateKernel) {
   for (const Case& c : cases())
-    for (const WeightFormat format : {WeightFormat::fp4, WeightFormat::fp8}) {
-      const int used = first_rows(c.counts).back(), rows = used + c.spare_rows,
-                groups = static_cast<int>(c.counts.size());
-      const Matrices w = random_weights(format, groups, c.n, c.k, true, 13);
-      const Buffer<uint8_t> records(w.records);
-      const Buffer<float> bases(w.bases);
-      const Quantised a(random_rows(rows, c.k, 14), rows, c.k);
-      const Buffer<uint16_t> gate_up(oracle(w, a.get(), c.counts));
-      std::vector<float> route(rows);
-      for (int r = 0; r < rows; ++r) route[r] = 0.25f + 0.01f * static_cast<float>(r % 100);
-      const Buffer<float> route_device(route);
-      const size_t values = static_cast<size_t>(rows) * c.n / 2,
-                   blocks = static_cast<size_t>(rows) * block_stride(c.n / 2);
-      Buffer<uint8_t> expected(values);
-      Buffer<float> expected_scales(blocks);
-      swiglu_quantise(gate_up.get(), rows, c.n, route_device.get(), 10.0f, expected.get(), expected_scales.get(),
-                      nullptr);
-      auto v = expected.host();
-      auto s = expected_scales.host();
-      for (size_t i = 0; i < v.size(); ++i)
-        if (i / (c.n / 2) >= static_cast<size_t>(used)) v[i] = 0xff;  // rows of no group stay as they were
-      for (size_t i = 0; i < s.size(); ++i)
-        if (i / block_stride(c.n / 2) >= static_cast<size_t>(used)) std::memset(&s[i], 0xff, 4);
-      for (const int width : kWidths) {
-        const PlanOnDevice p(c.counts, rows, c.n, width);
-        Buffer<uint8_t> hidden(values);
-        Buffer<float> scales(blocks);
-        linear_swiglu(w.on_device(records, bases), a.get(), p.plan, route_device.get(), 10.0f, hidden.get(),
-                      scales.get(), nullptr);
-        const auto got_scales = scales.host();
-        ASSERT_EQ(differences(hidden.host(), v), 0u) << c.what << ", width " << width;
-        ASSERT_EQ(std::memcmp(got_scales.data(), s.data(), s.size() * 4), 0)
-            << "scales: " << c.what << ", width " << width;
-      }
-    }
+    for (const WeightFormat format : {WeightFormat::fp4, WeightFormat::fp8}) check_fused_swiglu(c, format);
+}
+TEST(GroupedLinear, SmallProductsOfEveryKind) {
+  for (const WeightFormat format : {WeightFormat::fp4, WeightFormat::fp8}) {
+    const Case c{"small", 256, 384, {3, 0, 70}, 2};
+    check_linear(c, format);
+    check_fused_swiglu(c, format);
+  }
 }
 
 // One captured graph (plan, quantise, product) serves every routing of its capacity: nothing depends on the host.
-TEST(GroupedLinear, GraphReplayedWithAnotherRouting) {
+TEST(GroupedLinear, SmallGraphReplayedWithAnotherRouting) {
   const int groups = 4, rows = 600, n = 256, k = 256, width = 256;
   const Matrices w = random_weights(WeightFormat::fp4, groups, n, k, false, 15);
   const Buffer<uint8_t> records(w.records);
