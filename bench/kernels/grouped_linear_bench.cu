@@ -33,8 +33,7 @@ using namespace plumb::kernels::grouped_linear;
 constexpr int kExperts = 256, kRows = 98304, kWideWidth = 256;
 constexpr double kPeakTflops = 1979;  // FP8 dense, datasheet
 
-// ---- Random data on the device
-// -----------------------------------------------------------------------------------------
+// ---- Random data on the device -------------------------------------------------------------------------------------
 __device__ uint32_t hash(uint64_t x) {
   x ^= x >> 33, x *= 0xff51afd7ed558ccdULL, x ^= x >> 33, x *= 0xc4ceb9fe1a85ec53ULL, x ^= x >> 33;
   return static_cast<uint32_t>(x);
@@ -79,8 +78,7 @@ Weights random_weights(WeightFormat format, int groups, int n, int k) {
 }
 void release(const Weights& w) { cudaFree(const_cast<uint8_t*>(w.records)), cudaFree(const_cast<float*>(w.bases)); }
 
-// ---- Timing
-// ------------------------------------------------------------------------------------------------------------
+// ---- Timing --------------------------------------------------------------------------------------------------------
 double median_ms(const std::function<void()>& run, int repeats) {
   cudaEvent_t start, stop;
   check_cuda(cudaEventCreate(&start), "event"), check_cuda(cudaEventCreate(&stop), "event");
@@ -109,8 +107,7 @@ Timing measure(const std::function<void()>& run) {
   return {fresh, median_ms(run, 60)};
 }
 
-// ---- Report
-// ------------------------------------------------------------------------------------------------------------
+// ---- Report --------------------------------------------------------------------------------------------------------
 std::string json_figures;
 void figure(const std::string& name, double value, const char* unit) {
   char line[200];
@@ -132,8 +129,7 @@ void report_bytes(const std::string& name, double bytes, double ms) {
   figure(name, bytes / ms * 1e-9, "TB/s");
 }
 
-// ---- Routings
-// ----------------------------------------------------------------------------------------------------------
+// ---- Routings ------------------------------------------------------------------------------------------------------
 std::vector<int> uneven_counts() {  // log-normal, some experts empty, none above 2,000 rows
   std::mt19937 random(7);
   std::vector<double> weight(kExperts);

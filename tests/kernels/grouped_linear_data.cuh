@@ -14,8 +14,7 @@
 
 namespace plumb::kernels::grouped_linear {
 
-// ---- Device memory, poisoned so that an element nobody wrote shows
-// -----------------------------------------------------
+// ---- Device memory, poisoned so that an element nobody wrote shows -------------------------------------------------
 template <typename T>
 class Buffer {
  public:
@@ -43,8 +42,7 @@ class Buffer {
   size_t count_;
 };
 
-// ---- Weights: in the checkpoint's format, packed, and as plain e4m3 with one scale a 128 x 128 block
-// --------------------
+// ---- Weights: in the checkpoint's format, packed, and as plain e4m3 with one scale a 128 x 128 block ---------------
 struct Matrices {
   WeightFormat format;
   int groups, n, k;
@@ -118,8 +116,7 @@ inline Matrices random_weights(WeightFormat format, int groups, int n, int k, bo
   return w;
 }
 
-// ---- Activations: random bf16 rows of very different sizes
-// ---------------------------------------------------------------
+// ---- Activations: random bf16 rows of very different sizes ---------------------------------------------------------
 inline std::vector<uint16_t> random_rows(int rows, int k, int seed) {
   std::mt19937 random(seed);
   std::normal_distribution<float> normal;

@@ -19,9 +19,8 @@ namespace {
 
 constexpr int kWidths[] = {8, 16, 64, 256};
 
-// ---- The bit oracle: the plainest kernel that uses the FP8 warpgroup product. Another operand layout (no swizzle),
-// weights as rows, no pipeline; the same order of K and the same promotion points. Grid: (n / 64, row tiles of 64 of
-// one group).
+// The bit oracle: the plainest kernel that uses the FP8 warpgroup product. Another operand layout (no swizzle), weights
+// as rows, no pipeline; the same order of K and the same promotion points. Grid: (n / 64, row tiles of 64 of a group).
 __global__ void __launch_bounds__(128)
     oracle_kernel(const uint8_t* weights, const float* bases, const uint8_t* tokens, const float* scales, int first_row,
                   int rows, int n, int k, uint16_t* out) {
@@ -94,8 +93,7 @@ std::vector<Case> cases() {
           {"many groups of a few rows", 512, 512, {3, 1, 0, 9, 17, 2, 2, 2, 0, 5, 33, 4, 8, 7, 1, 16}, 1}};
 }
 
-// ---- Tests
-// ---------------------------------------------------------------------------------------------------------------
+// ---- Tests ---------------------------------------------------------------------------------------------------------
 TEST(GroupedLinear, QuantisesLikeTheScalarFormats) {
   const int rows = 37, k = 1152;
   std::vector<uint16_t> x = random_rows(50, k, 1);

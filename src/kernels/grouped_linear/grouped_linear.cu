@@ -9,8 +9,8 @@
 namespace plumb::kernels::grouped_linear {
 namespace {
 
-constexpr int kBandTiles =
-    16;  // row tiles that meet all weights of a group before the next ones do: their rows stay in L2
+// Row tiles that meet all weights of a group before the next ones do: their rows stay in L2.
+constexpr int kBandTiles = 16;
 
 // Workspace: {count of record tiles, of block tiles, queue}, the stash of the wide kernel, the tiles of 256 weight rows
 // and, for the wide kernel, those of 128.

@@ -43,7 +43,7 @@ void launch_narrow(int width, WeightFormat format, Epilogue epilogue, int64_t ti
 constexpr int kWideScaleBox = 8;   // K blocks that a copy of scales takes
 constexpr int kWideTokenBox = 64;  // rows a copy of the wide kernel takes; the narrow kernel takes `width`
 
-// ---- FP4 operands ---------------------------------------------------------------------------------------------------
+// ---- FP4 operands --------------------------------------------------------------------------------------------------
 // A thread's codes of one slab and 128 of K, and the two exponent offsets of its rows (upper: bits 0-7, lower: 8-15).
 struct RawSlab {
   uint4 first, second;

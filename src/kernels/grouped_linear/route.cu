@@ -6,8 +6,7 @@
 namespace plumb::kernels::grouped_linear {
 namespace {
 
-// ---- Sorting: a stable counting sort. A block takes 1,024 pairs; up to so many pairs, one launch does all.
-// --------------
+// ---- Sorting: a stable counting sort. A block takes 1,024 pairs; up to so many pairs, one launch does all ----------
 constexpr int kPairs = 1024, kWarps = kPairs / 32;
 
 // What a block knows of its pairs: counts[warp][expert], first the warp's own, then those of the warps before it.
@@ -118,8 +117,7 @@ void check(const Choices& c) {
                                 std::to_string(c.experts) + " between 1 and " + std::to_string(kLargestExperts));
 }
 
-// ---- Combining: a thread takes eight columns of a token
-// -----------------------------------------------------------------
+// ---- Combining: a thread takes eight columns of a token ------------------------------------------------------------
 __device__ __forceinline__ void add_eight(float (&sum)[8], const uint16_t* from) {
   const uint4 v = *reinterpret_cast<const uint4*>(from);
   const uint32_t words[4] = {v.x, v.y, v.z, v.w};

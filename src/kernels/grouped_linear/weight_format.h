@@ -64,7 +64,7 @@ PLUMB_HOST_DEVICE int k_of_place(int place) {
 PLUMB_HOST_DEVICE int place_of_row(int row) { return (row / 2 % 4) * 32 + (row / 8) * 2 + row % 2; }
 PLUMB_HOST_DEVICE int hidden_of_row(int row) { return k_of_place(place_of_row(row)); }
 
-// ---- FP4 codes ------------------------------------------------------------------------------------------------------
+// ---- FP4 codes -----------------------------------------------------------------------------------------------------
 // Eight codes (two times four neighbours in k, nibbles as on disk) in a word, arranged for two byte permutations: the
 // 3-bit magnitudes sit in the low bits of nibbles 0-7 (they are the selectors); the spare top bits of the odd nibbles
 // are the signs of codes 0-3 (already at bit 7 of each byte), those of the even nibbles the signs of codes 4-7 (one
@@ -125,7 +125,7 @@ PLUMB_HOST_DEVICE uint32_t swizzled_byte(int row, int byte) {  // inside an FP8 
   return row * 128 + ((((byte >> 4) ^ (row & 7)) << 4) | (byte & 15));
 }
 
-// ---- The packer (host) ----------------------------------------------------------------------------------------------
+// ---- The packer (host) ---------------------------------------------------------------------------------------------
 struct Fp4Matrix {
   const uint8_t* codes;   // [N, K/2]
   const uint8_t* scales;  // [N, K/32], e8m0

@@ -26,7 +26,7 @@ namespace {
 
 using namespace hopper;
 
-constexpr int kBlockRows = 128;                                 // weight rows of one half
+constexpr int kBlockRows = kRecordRows / 2;                     // weight rows computed at a time
 constexpr int kHelperRegisters = 48, kConsumerRegisters = 208;  // (2 * 48 + 2 * 208) * 128 = 64 K
 constexpr int kConverters = 6;              // warps; each takes 16 rows of both slabs of a K block at a time
 constexpr int kScaleChunk = kWideScaleBox;  // K blocks whose scales arrive together
@@ -91,8 +91,7 @@ struct Memory {
   }
 };
 
-// ---- The queue of tiles. Entry `item` of this block; rows = 0 marks the end.
-// -----------------------------------------
+// ---- The queue of tiles. Entry `item` of this block; rows = 0 marks the end ----------------------------------------
 template <typename M>
 __device__ __forceinline__ Tile queue_read(const M& m, uint32_t item) {
   barrier_wait(m.queue_full(ring_slot<kStages>(item)), ring_parity<kStages>(item));
@@ -111,8 +110,7 @@ __device__ __forceinline__ void queue_publish(const M& m, uint32_t item, const T
   barrier_arrive(m.queue_full(ring_slot<kStages>(item)));
 }
 
-// ---- One thread: takes tiles, and feeds both token rings and the scales
-// ----------------------------------------------------
+// ---- One thread: takes tiles, and feeds both token rings and the scales --------------------------------------------
 template <typename M>
 __device__ __forceinline__ void feed_tokens(const M& m, const CUtensorMap* token_map, const CUtensorMap* scale_map,
                                             const Problem& p) {
@@ -158,8 +156,7 @@ __device__ __forceinline__ void feed_tokens(const M& m, const CUtensorMap* token
   }
 }
 
-// ---- One thread: feeds the code ring (or, FP8, the weight ring), as far ahead as it can
-// ------------------------------
+// ---- One thread: feeds the code ring (or, FP8, the weight ring), as far ahead as it can ----------------------------
 template <typename M>
 __device__ __forceinline__ void feed_weights(const M& m, const Problem& p) {
   constexpr int kRecord = M::kPacked ? kFp4RecordBytes : kFp8RecordBytes;
@@ -193,8 +190,7 @@ __device__ __forceinline__ void feed_weights(const M& m, const Problem& p) {
   }
 }
 
-// ---- Six warps: codes -> e4m3. Unit u is strip u % 4 (16 rows of each slab) of K block u / 4
-// -------------------------
+// ---- Six warps: codes -> e4m3. Unit u is strip u % 4 (16 rows of each slab) of K block u / 4 -----------------------
 template <typename M>
 __device__ __forceinline__ void convert(const M& m, const Problem& p, int converter, int lane) {
   const uint32_t codes_at = m.start + M::kCodeStart + kept(lane * 16);
@@ -227,14 +223,12 @@ __device__ __forceinline__ void convert(const M& m, const Problem& p, int conver
         expand_slab(operand, raw[slab]);
         if (slab == 0) barrier_wait(m.weights_empty(slot), ring_parity<kStages>(step) ^ 1);
 #pragma unroll
-        for (int k_step = 0; k_step < 4;
-             ++k_step)  // the swizzle is a XOR, so the K step's part of it applies to the offset
+        for (int k_step = 0; k_step < 4; ++k_step)  // the swizzle is a XOR: a K step moves the offset by one
           store_matrices((place + slab * kSlabRows * 128) ^ (k_step << 5), operand[4 * k_step], operand[4 * k_step + 1],
                          operand[4 * k_step + 2], operand[4 * k_step + 3]);
       }
       barrier_arrive(m.codes_empty(slot));
-      // The next codes are fetched before the fence: it waits until the stores have drained, and hides the loads'
-      // latency.
+      // Before the fence, which waits until the stores have drained: that hides the loads' latency.
       if (unit + kConverters < units) fetch(unit + kConverters);
       async_proxy_fence();
       barrier_arrive(m.weights_full(slot));
@@ -242,8 +236,7 @@ __device__ __forceinline__ void convert(const M& m, const Problem& p, int conver
   }
 }
 
-// ---- Epilogues of a consumer thread
-// ----------------------------------------------------------------------------------
+// ---- Epilogues of a consumer thread --------------------------------------------------------------------------------
 struct Place {  // of a consumer thread
   int owner, warp, lane;
   __device__ __forceinline__ int first_row(int slab) const { return (owner + 2 * slab) * kSlabRows + warp * 16; }
@@ -335,13 +328,12 @@ __device__ __forceinline__ void write_hidden(const float (&total)[2][64], int sl
   }
 }
 
-// ---- A consumer warpgroup
-// --------------------------------------------------------------------------------------------
+// ---- A consumer warpgroup ------------------------------------------------------------------------------------------
 template <Epilogue kEpilogue, typename M>
 __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner, int thread) {
   const int warp = uniform(thread / 32), lane = thread % 32;
   const Place place{owner, warp, lane};
-  // uniform() keeps these in registers: derived anew before each product, they would delay it by some 50 cycles.
+  // uniform() keeps these in registers; the compiler would derive them anew before each product.
   const uint32_t tokens_low = uniform(swizzled_low(m.start + owner * M::kSlabSlots * M::kSlabBytes));
   const uint32_t weights_low = uniform(swizzled_low(m.start + M::kWeightStart));
   const uint32_t my_tokens_full = uniform(m.tokens_full(owner, 0)), my_tokens_empty = uniform(m.tokens_empty(owner, 0));

@@ -33,10 +33,6 @@ __device__ __forceinline__ uint32_t swizzled_low(uint32_t address) { return (add
 __device__ __forceinline__ uint64_t swizzled_operand(uint32_t low) {
   return static_cast<uint64_t>((1024u >> 4) | (1u << 30)) << 32 | low;
 }
-// Byte of (row, byte of 128) in that layout.
-__host__ __device__ __forceinline__ uint32_t swizzled_place(int row, int byte) {
-  return row * 128 + ((((byte >> 4) ^ (row & 7)) << 4) | (byte & 15));
-}
 // The same without swizzle: blocks of 8 rows x 16 bytes; the distances of neighbouring blocks in bytes.
 __device__ __forceinline__ uint64_t plain_operand(uint32_t address, uint32_t along_k, uint32_t along_rows) {
   return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | (static_cast<uint64_t>(along_k >> 4) << 16) |
@@ -82,7 +78,6 @@ template <int kColumns>
 struct Fp8Product;
 WGMMA_SHAPE(8, 4, 4, 5, 6, 7, 8, 9)
 WGMMA_SHAPE(16, 8, 8, 9, 10, 11, 12, 13)
-WGMMA_SHAPE(32, 16, 16, 17, 18, 19, 20, 21)
 WGMMA_SHAPE(64, 32, 32, 33, 34, 35, 36, 37)
 WGMMA_SHAPE(128, 64, 64, 65, 66, 67, 68, 69)
 
