@@ -66,8 +66,7 @@ struct Memory {
 template <typename Body>
 __device__ __forceinline__ void for_each_tile(const Problem& p, Body body) {
   const int workers = gridDim.x;
-  const Tile first =
-      p.tiles[blockIdx.x];  // there is room for as many tiles as blocks: loads need not wait for the count
+  const Tile first = p.tiles[blockIdx.x];  // before the count is known: the list has room for as many tiles as blocks
   const int tile_count = *p.tile_count;
   for (int round = 0; round * workers < tile_count; ++round) {
     const int t = round * workers + (blockIdx.x + round) % workers;
