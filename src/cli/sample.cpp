@@ -22,7 +22,7 @@ struct Arguments {
 
 std::vector<int> to_ids(const std::vector<int32_t>& ids) { return {ids.begin(), ids.end()}; }
 
-// {"prompt": text} is continued as it is; {"messages": [...]} is answered.
+// {"prompt": text} is continued; {"messages": [...]} is answered.
 std::vector<int> prompt_of(const Json& json, const std::string& where, const ModelSession& s) {
   if (const Json* messages = json.find("messages"))
     return to_ids(encode_prompt(messages_from_json(*messages, json.find("tools")), s.chat, chat_tokenizer(s.text())));
@@ -30,7 +30,7 @@ std::vector<int> prompt_of(const Json& json, const std::string& where, const Mod
   if (!prompt || !prompt->is_string() || prompt->text.empty())
     fail(where, "has neither messages nor a prompt that is text",
          "write {\"messages\": [...]} or {\"prompt\": \"...\"}");
-  return to_ids(s.text().encode(prompt->text, false));
+  return text_tokens(s, prompt->text);
 }
 
 std::vector<int> message_prompt(const std::string& text, const ModelSession& s) {
@@ -57,8 +57,7 @@ nlohmann::ordered_json to_json(const ModelSession& s, const Generation& g) {
 }
 
 void sample_one(const Arguments& a, ModelSession& s, const GenerateOptions& options) {
-  const std::vector<int> prompt =
-      a.message.empty() ? to_ids(s.text().encode(a.prompt, false)) : message_prompt(a.message, s);
+  const std::vector<int> prompt = a.message.empty() ? text_tokens(s, a.prompt) : message_prompt(a.message, s);
   const Generation g = generate(*s.weights, {{prompt, a.sampling.params, 0}}, options)[0];
   if (a.json)
     std::printf("%s\n", to_json(s, g).dump().c_str());
@@ -103,7 +102,7 @@ std::function<void()> setup_sample(CLI::App& app) {
   add_model_options(app, a->model);
   add_sampling_options(app, a->sampling);
   app.add_option("--message", a->message, "a user's message to answer");
-  app.add_option("--prompt", a->prompt, "text to continue as it is");
+  app.add_option("--prompt", a->prompt, "text to continue, behind begin of sentence");
   app.add_option("--input", a->input, "JSONL: an object with messages or prompt a line");
   app.add_option("--output", a->output, "JSONL: text, finish_reason, tokens, logprobs a line");
   app.add_option("--batch", a->batch, "answers written side by side (changes no result)")->check(CLI::PositiveNumber);

@@ -20,7 +20,7 @@ struct Arguments {
   int row_tokens = 2048;
 };
 
-// One line of the input -> token ids. `tokens`, `text` (as it is, without control tokens) or `messages`.
+// One line of the input -> token ids. `tokens`, `text` (behind begin of sentence, as in training) or `messages`.
 std::vector<int> read_line(const std::string& line, const std::string& where, const ModelSession& s) {
   const Json json = parse_json(line, where);
   const char* keys = "give one of tokens (list of ids), text (string) or messages (list)";
@@ -36,7 +36,7 @@ std::vector<int> read_line(const std::string& line, const std::string& where, co
     }
   } else if (const Json* text = json.find("text")) {
     if (!text->is_string()) fail(where, "text is not a string", keys);
-    for (int32_t id : s.text().encode(text->text, false)) ids.push_back(id);
+    ids = text_tokens(s, text->text);
   } else if (const Json* messages = json.find("messages")) {
     for (int32_t id :
          encode_for_training(messages_from_json(*messages, json.find("tools")), s.chat, chat_tokenizer(s.text())).ids)

@@ -50,6 +50,12 @@ void add_sampling_options(CLI::App& app, SamplingArguments& a) {
   app.add_option("--seed", a.params.seed, "the same seed gives the same text");
 }
 
+std::vector<int> text_tokens(const ModelSession& s, const std::string& text) {
+  std::vector<int> ids = {s.weights->model.bos_token_id};
+  for (int32_t id : s.text().encode(text, false)) ids.push_back(id);
+  return ids;
+}
+
 std::vector<int> stop_tokens(const ModelSession& s) { return {s.weights->model.eos_token_id}; }
 
 }  // namespace plumb::cli

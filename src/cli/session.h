@@ -39,6 +39,9 @@ struct SamplingArguments {
 };
 void add_sampling_options(CLI::App& app, SamplingArguments& a);
 
+// Plain text as the model has met it in training: begin of sentence, then the text without control tokens.
+std::vector<int> text_tokens(const ModelSession& s, const std::string& text);
+
 // The tokens that end an answer: the configuration's end of sentence.
 std::vector<int> stop_tokens(const ModelSession& s);
 

@@ -13,7 +13,7 @@ enum class RunCommand { train, pretrain };
 // One struct a table of the file, members named as the keys. Choices are strings that have been checked.
 struct ModelKeys {
   std::string path;
-  std::string numerics = "fp32";  // fp32, bf16, released
+  std::string numerics = "released";  // fp32, bf16, released
 };
 
 struct DataKeys {
@@ -22,7 +22,7 @@ struct DataKeys {
   double eval_fraction = 0;     // part of `train` that is held out
   std::string format = "auto";  // auto, messages, prompt, tokens, text
   int64_t row_tokens = 2048;
-  std::string thinking_mode = "thinking";  // thinking, chat
+  std::string thinking_mode = "chat";  // thinking, chat
   bool drop_thinking = true;
   std::string effort_profile = "preview";  // preview, official
   std::string reasoning_effort;            // "" = the profile's usual one, low (official only), high, max
