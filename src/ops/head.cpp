@@ -7,7 +7,7 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
-#include "ops/numerics_exp.h"
+#include "ops/vector_math.h"
 
 namespace plumb::ops {
 namespace {
@@ -21,29 +21,27 @@ struct SoftmaxSum {
   double sum;  // of exp(logit - highest)
 };
 
-// Eight logits, padded with -infinity.
-__m256 load_logits(const float* logits, int64_t left) {
-  if (left >= 8) return _mm256_loadu_ps(logits);
-  alignas(32) float padded[8];
-  std::fill_n(padded, 8, -std::numeric_limits<float>::infinity());
-  std::copy_n(logits, left, padded);
-  return _mm256_load_ps(padded);
+constexpr float kNoLogit = -std::numeric_limits<float>::infinity();  // its exponential is 0
+
+Lanes load_logits(const float* logits, int64_t n) {
+  if (n == kLanes) return load(logits);
+  float padded[kLanes];
+  std::fill_n(padded, kLanes, kNoLogit);
+  std::copy_n(logits, n, padded);
+  return load(padded);
 }
 
 // Four running sums in FP64 (lane i: logits i, i + 4, ... ), added in order at the end.
 SoftmaxSum softmax_sum(const float* logits, int64_t vocab) {
-  __m256 top = _mm256_set1_ps(-std::numeric_limits<float>::infinity());
-  for (int64_t v = 0; v < vocab; v += 8) top = _mm256_max_ps(load_logits(logits + v, vocab - v), top);
-  alignas(32) float lane[8];
-  _mm256_store_ps(lane, top);
-  const float highest = *std::max_element(lane, lane + 8);
-
+  Lanes top = splat(kNoLogit);
+  for_lanes(vocab, [&](int64_t v, int64_t n) { top = _mm256_max_ps(load_logits(logits + v, n), top); });
+  const float highest = max_lanes(top);
   __m256d sums = _mm256_setzero_pd();
-  for (int64_t v = 0; v < vocab; v += 8) {
-    const __m256 e = exp8(_mm256_sub_ps(load_logits(logits + v, vocab - v), _mm256_set1_ps(highest)));
+  for_lanes(vocab, [&](int64_t v, int64_t n) {
+    const Lanes e = exp(load_logits(logits + v, n) - splat(highest));
     sums = _mm256_add_pd(sums, _mm256_cvtps_pd(_mm256_castps256_ps128(e)));
     sums = _mm256_add_pd(sums, _mm256_cvtps_pd(_mm256_extractf128_ps(e, 1)));
-  }
+  });
   alignas(32) double part[4];
   _mm256_store_pd(part, sums);
   return {highest, part[0] + part[1] + part[2] + part[3]};
@@ -62,17 +60,9 @@ void check_targets(const Tensor& hidden, const Linear& head, const std::vector<i
 // logits of one row -> gradient d * (1[v == target] - p_v), in place.
 void softmax_gradient(float* logits, int64_t vocab, int target, float d) {
   const SoftmaxSum s = softmax_sum(logits, vocab);
-  const __m256 highest = _mm256_set1_ps(s.highest), factor = _mm256_set1_ps(static_cast<float>(-d / s.sum));
-  for (int64_t v = 0; v < vocab; v += 8) {
-    const __m256 g = _mm256_mul_ps(exp8(_mm256_sub_ps(load_logits(logits + v, vocab - v), highest)), factor);
-    if (v + 8 <= vocab) {
-      _mm256_storeu_ps(logits + v, g);
-    } else {
-      alignas(32) float last[8];
-      _mm256_store_ps(last, g);
-      std::copy_n(last, vocab - v, logits + v);
-    }
-  }
+  const Lanes highest = splat(s.highest), factor = splat(static_cast<float>(-d / s.sum));
+  for_lanes(vocab,
+            [&](int64_t v, int64_t n) { store_part(logits + v, exp(load_part(logits + v, n) - highest) * factor, n); });
   logits[target] += d;
 }
 

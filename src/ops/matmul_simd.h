@@ -135,6 +135,9 @@ template <class V, WeightFormat f, int rows>
 void few_rows_of(const float* x, int64_t ldx, const PanelOperand& b, int64_t n0, int64_t n1, float* c, int64_t ldc,
                  bool load) {
   constexpr int step = 4 * kPerUnit<f>, width = V::width;
+  // k a group takes before the next one: enough to use up cache lines (rows at strides of a power of two evict each
+  // other), few enough that the chains of several groups overlap.
+  constexpr int turn = step < 16 ? 16 / step : 1;
   alignas(64) float sums[kStreamLanes][rows][width];
   RowGroup<V> group[kStreamLanes];
   for (int64_t n = n0; n < n1; n += kStreamLanes * width) {
@@ -146,19 +149,22 @@ void few_rows_of(const float* x, int64_t ldx, const PanelOperand& b, int64_t n0,
         for (int lane = 0; lane < width; ++lane)
           sums[g][r][lane] = load && g * width + lane < outputs ? c[r * ldc + n + g * width + lane] : 0;
     }
-    const auto walk = [&]<bool whole>(int64_t k, int count) PLUMB_INLINE_LAMBDA {
+    const auto walk = [&]<bool whole>(int64_t k, int steps, int count) PLUMB_INLINE_LAMBDA {
       for (int g = 0; g < groups; ++g) {
         typename V::F sum[rows];
         unrolled<rows>([&]<int r>() PLUMB_INLINE_LAMBDA { sum[r] = V::load(sums[g][r]); });
-        transposed_step<V, f, whole>(group[g], k, count, [&]<int j>(typename V::F w) PLUMB_INLINE_LAMBDA {
-          unrolled<rows>([&]<int r>() PLUMB_INLINE_LAMBDA { sum[r] = V::fma(V::set1(x[r * ldx + k + j]), w, sum[r]); });
-        });
+        for (int64_t at = k; at < k + steps * step; at += step)
+          transposed_step<V, f, whole>(group[g], at, count, [&]<int j>(typename V::F w) PLUMB_INLINE_LAMBDA {
+            unrolled<rows>([&]<int r>()
+                               PLUMB_INLINE_LAMBDA { sum[r] = V::fma(V::set1(x[r * ldx + at + j]), w, sum[r]); });
+          });
         unrolled<rows>([&]<int r>() PLUMB_INLINE_LAMBDA { V::store(sums[g][r], sum[r]); });
       }
     };
     int64_t k = 0;
-    for (; k + step <= b.columns; k += step) walk.template operator()<true>(k, step);
-    if (k < b.columns) walk.template operator()<false>(k, static_cast<int>(b.columns - k));
+    for (; k + turn * step <= b.columns; k += turn * step) walk.template operator()<true>(k, turn, step);
+    for (; k + step <= b.columns; k += step) walk.template operator()<true>(k, 1, step);
+    if (k < b.columns) walk.template operator()<false>(k, 1, static_cast<int>(b.columns - k));
     for (int g = 0; g < groups; ++g)
       for (int r = 0; r < rows; ++r) {
         const int64_t valid = outputs - g * width < width ? outputs - g * width : width;

@@ -1,7 +1,5 @@
 #include "ops/moe.h"
 
-#include <immintrin.h>
-
 #include <algorithm>
 #include <functional>
 #include <numeric>
@@ -10,7 +8,7 @@
 #include "base/error.h"
 #include "base/parallel.h"
 #include "ops/matmul.h"
-#include "ops/numerics_exp.h"
+#include "ops/vector_math.h"
 
 namespace plumb::ops {
 namespace {
@@ -35,65 +33,40 @@ struct Expert {
 // ---- clamped SwiGLU
 // ----------------------------------------------------------------------------------------------------
 
-// Fewer than eight values at the end of a row go through a padded copy, so that a value does not depend on its place.
-__m256 load_part(const float* p, int64_t n) {
-  if (n >= 8) return _mm256_loadu_ps(p);
-  alignas(32) float padded[8] = {};
-  std::copy_n(p, n, padded);
-  return _mm256_load_ps(padded);
-}
-void store_part(float* p, __m256 v, int64_t n) {
-  if (n >= 8) return _mm256_storeu_ps(p, v);
-  alignas(32) float padded[8];
-  _mm256_store_ps(padded, v);
-  std::copy_n(padded, n, p);
-}
-
 struct Clamp {
-  explicit Clamp(float limit) : on(limit > 0), top(_mm256_set1_ps(limit)), bottom(_mm256_set1_ps(-limit)) {}
-  __m256 gate(__m256 g) const { return on ? _mm256_min_ps(top, g) : g; }  // operand order: NaN stays NaN
-  __m256 up(__m256 u) const { return on ? _mm256_max_ps(bottom, _mm256_min_ps(top, u)) : u; }
-  // 0 where the clamp cut the value; at equality the gradient passes.
-  __m256 gate_mask(__m256 g) const { return on ? _mm256_cmp_ps(g, top, _CMP_NGT_UQ) : ones(); }
-  __m256 up_mask(__m256 u) const {
-    return on ? _mm256_and_ps(_mm256_cmp_ps(u, top, _CMP_NGT_UQ), _mm256_cmp_ps(u, bottom, _CMP_NLT_UQ)) : ones();
+  explicit Clamp(float limit) : on(limit > 0), top(splat(limit)), bottom(splat(-limit)) {}
+  Lanes gate(Lanes g) const { return on ? _mm256_min_ps(top, g) : g; }  // operand order: NaN stays NaN
+  Lanes up(Lanes u) const { return on ? _mm256_max_ps(bottom, _mm256_min_ps(top, u)) : u; }
+  // Gradients: d, or 0 where the clamp cut the value; at equality the gradient passes.
+  Lanes pass_gate(Lanes g, Lanes d) const { return on ? _mm256_and_ps(_mm256_cmp_ps(g, top, _CMP_NGT_UQ), d) : d; }
+  Lanes pass_up(Lanes u, Lanes d) const {
+    return on ? _mm256_and_ps(_mm256_cmp_ps(u, bottom, _CMP_NLT_UQ), pass_gate(u, d)) : d;
   }
-  static __m256 ones() { return _mm256_castsi256_ps(_mm256_set1_epi32(-1)); }
   bool on;
-  __m256 top, bottom;
+  Lanes top, bottom;
 };
 
-__m256 sigmoid8(__m256 x) {
-  const __m256 one = _mm256_set1_ps(1);
-  return _mm256_div_ps(one, _mm256_add_ps(one, exp8(_mm256_xor_ps(x, _mm256_set1_ps(-0.0f)))));
-}
+Lanes sigmoid(Lanes x) { return splat(1) / (splat(1) + exp(-x)); }
 
 void swiglu_row(const float* gate, const float* up, int64_t f, float weight, const Clamp& clamp, float* hid) {
-  for (int64_t i = 0; i < f; i += 8) {
-    const __m256 g = clamp.gate(load_part(gate + i, f - i)), u = clamp.up(load_part(up + i, f - i));
-    const __m256 h = _mm256_mul_ps(_mm256_mul_ps(g, sigmoid8(g)), u);
-    store_part(hid + i, _mm256_mul_ps(_mm256_set1_ps(weight), h), f - i);
-  }
+  for_lanes(f, [&](int64_t i, int64_t n) {
+    const Lanes g = clamp.gate(load_part(gate + i, n)), u = clamp.up(load_part(up + i, n));
+    store_part(hid + i, splat(weight) * (g * sigmoid(g) * u), n);
+  });
 }
 
 // gate, up become their gradients. -> gradient of the weight
 float swiglu_backward_row(const float* d_hid, int64_t f, float weight, const Clamp& clamp, float* gate, float* up) {
-  const __m256 one = _mm256_set1_ps(1), w = _mm256_set1_ps(weight);
-  __m256 d_weight = _mm256_setzero_ps();
-  for (int64_t i = 0; i < f; i += 8) {
-    const int64_t n = f - i;
-    const __m256 raw_g = load_part(gate + i, n), raw_u = load_part(up + i, n), d = load_part(d_hid + i, n);
-    const __m256 g = clamp.gate(raw_g), u = clamp.up(raw_u), sigmoid = sigmoid8(g), silu = _mm256_mul_ps(g, sigmoid);
-    d_weight = _mm256_fmadd_ps(d, _mm256_mul_ps(silu, u), d_weight);
-    const __m256 dw = _mm256_mul_ps(d, w);
-    // d silu = sigmoid (1 + g (1 - sigmoid))
-    const __m256 slope = _mm256_mul_ps(sigmoid, _mm256_fmadd_ps(g, _mm256_sub_ps(one, sigmoid), one));
-    store_part(gate + i, _mm256_and_ps(clamp.gate_mask(raw_g), _mm256_mul_ps(_mm256_mul_ps(dw, u), slope)), n);
-    store_part(up + i, _mm256_and_ps(clamp.up_mask(raw_u), _mm256_mul_ps(dw, silu)), n);
-  }
-  alignas(32) float lane[8];
-  _mm256_store_ps(lane, d_weight);
-  return std::accumulate(lane, lane + 8, 0.0f);
+  Lanes d_weight = splat(0);
+  for_lanes(f, [&](int64_t i, int64_t n) {
+    const Lanes raw_g = load_part(gate + i, n), raw_u = load_part(up + i, n), d = load_part(d_hid + i, n);
+    const Lanes g = clamp.gate(raw_g), u = clamp.up(raw_u), s = sigmoid(g), silu = g * s;
+    d_weight = fma(d, silu * u, d_weight);
+    const Lanes dw = d * splat(weight), slope = s * fma(g, splat(1) - s, splat(1));  // of silu
+    store_part(gate + i, clamp.pass_gate(raw_g, dw * u * slope), n);
+    store_part(up + i, clamp.pass_up(raw_u, dw * silu), n);
+  });
+  return sum_lanes(d_weight);
 }
 
 // ---- one expert

@@ -13,7 +13,6 @@
 #include "base/error.h"
 #include "base/float_formats.h"
 #include "base/philox.h"
-#include "ops/numerics_exp.h"
 
 namespace plumb {
 namespace {
@@ -112,27 +111,6 @@ TEST(Numerics, InfinitiesAndNansShow) {
       EXPECT_FALSE(std::isfinite(x.f32()[5]));
     }
   ops::round_point(Numerics::released, Point::act_w13, Tensor::empty({0, 8}));
-}
-
-TEST(Numerics, ExpIsAccurateAndTotal) {
-  double worst = 0;
-  for (float x = -87.3f; x < 88.7f; x += 0.00731f) {
-    alignas(32) float y[8];
-    _mm256_store_ps(y, ops::exp8(_mm256_set1_ps(x)));
-    worst = std::max(worst, std::fabs(y[3] / std::exp(double{x}) - 1));
-  }
-  EXPECT_LT(worst, 0x1p-22);
-  const float inf = std::numeric_limits<float>::infinity();
-  alignas(32) float y[8];
-  _mm256_store_ps(y, ops::exp8(_mm256_setr_ps(0, -inf, inf, NAN, -88, 89, -1e30f, 1e30f)));
-  EXPECT_EQ(y[0], 1);
-  EXPECT_EQ(y[1], 0);
-  EXPECT_EQ(y[2], inf);
-  EXPECT_TRUE(std::isnan(y[3]));
-  EXPECT_EQ(y[4], 0);
-  EXPECT_EQ(y[5], inf);
-  EXPECT_EQ(y[6], 0);
-  EXPECT_EQ(y[7], inf);
 }
 
 }  // namespace
