@@ -33,7 +33,7 @@ Problem make_problem(uint64_t seed) {
   ModelConfig c = tiny_config();
   c.index_topk = 100;     // no discrete choice between entries flips under a small step
   c.num_hash_layers = 6;  // nor one between experts
-  c.swiglu_limit = 3;
+  c.swiglu_limit = 0;     // and there is no kink at the clamp (test_hf.py has the clamp's gradient)
   p.model = random_model(c, seed);
   p.documents = {random_tokens(c, 23, seed), random_tokens(c, 35, seed + 1)};
   p.plan = plan_documents(plan_shape(c), p.documents);
@@ -79,7 +79,7 @@ void check_direction(const Tensor& x, const Tensor& grad, const std::function<do
     norm += double(grad.f32()[i]) * grad.f32()[i];
   }
   norm = std::sqrt(norm);
-  const double step = 2e-4;
+  const double step = 1e-4;
   auto at = [&](double t) {
     for (int64_t i = 0; i < x.numel(); ++i) x.f32()[i] = static_cast<float>(keep.f32()[i] + t * direction[i]);
     return f();
@@ -251,7 +251,10 @@ TEST(Backward, IndexerLossReachesTheIndexerOnly) {
       continue;
     }
     double size = 0;
-    for (int64_t k = 0; k < with.numel(); ++k) EXPECT_EQ(without.f32()[k], 0) << name, size += std::fabs(with.f32()[k]);
+    for (int64_t k = 0; k < with.numel(); ++k) {
+      EXPECT_EQ(without.f32()[k], 0) << name;
+      size += std::fabs(with.f32()[k]);
+    }
     EXPECT_GT(size, 0) << name;
     ++indexer;
   }

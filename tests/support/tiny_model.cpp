@@ -27,8 +27,9 @@ struct Filler {
     Random g = stream(name);
     Tensor values = randn(g, e.shape, name == "embed.weight" ? 1.0f : 1.5f / std::sqrt(static_cast<float>(e.shape[1])));
     w.out = static_cast<int>(e.shape[0]), w.in = static_cast<int>(e.shape[1]);
-    const bool packs = e.role == Role::linear || e.role == Role::expert;
-    w.format = packs ? format : format == WeightFormat::f32 ? WeightFormat::f32 : WeightFormat::bf16;
+    w.format = format == WeightFormat::f32 ? WeightFormat::f32 : WeightFormat::bf16;
+    if (e.role == Role::expert) w.format = format;
+    if (e.role == Role::linear) w.format = format == WeightFormat::fp4 ? WeightFormat::fp8 : format;
     const Codec codec = w.format == WeightFormat::f32    ? Codec::f32
                         : w.format == WeightFormat::bf16 ? Codec::bf16
                         : w.format == WeightFormat::fp8  ? Codec::fp8
