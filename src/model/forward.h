@@ -20,11 +20,14 @@ struct ForwardOptions {
   KvCache* cache = nullptr;  // decoding: keys of the past, and where new ones go
   Taps* taps = nullptr;
   bool keep_streams = false;     // keep each layer's input for the backward pass
+  bool keep_layers = false;      // and all that a layer computes: the backward pass recomputes nothing, for about ten
+                                 // times the memory
   std::map<int, Tensor> replay;  // forced experts, see PassContext
 };
 struct ForwardResult {
-  Tensor hidden;                // [wanted, d] normed rows in front of the LM head
-  std::vector<Tensor> streams;  // keep_streams: [T,n,d] before each layer, and after the last
+  Tensor hidden;                   // [wanted, d] normed rows in front of the LM head
+  std::vector<Tensor> streams;     // keep_streams: [T,n,d] before each layer, and after the last
+  std::vector<LayerSaved> layers;  // keep_layers: [layers]
 };
 
 ForwardResult forward(WeightStore& weights, const SequencePlan& plan, const ForwardOptions& options);
@@ -37,7 +40,7 @@ struct Gradients {
 };
 
 // d_hidden [wanted,d]; d_last [T,n,d] or undefined: a further gradient of the last streams (MTP). Recomputes layer by
-// layer. Layers in front of the first trained parameter are not visited.
+// layer what the forward pass did not keep. Layers in front of the first trained parameter are not visited.
 AuxiliaryResults backward(WeightStore& weights, const SequencePlan& plan, const ForwardOptions& options,
                           const ForwardResult& result, const Tensor& d_hidden, const Tensor& d_last,
                           Gradients& gradients, const AuxiliaryLosses& aux);

@@ -72,14 +72,9 @@ float swiglu_backward_row(const float* d_hid, int64_t f, float weight, const Cla
 // ---- one expert
 // --------------------------------------------------------------------------------------------------------
 
-struct Hidden {
-  Tensor gate, up;  // [rows,f] rounded, not clamped
-  Tensor hid;       // [rows,f] rounded: what w2 gets
-};
-
 // weight: of each row, or null (1 everywhere).
-Hidden expert_hidden(const Tensor& x, const float* weight, const Expert& e) {
-  Hidden h{linear(x, e.w.w1, e.lora.gate, e.in()), linear(x, e.w.w3, e.lora.up, e.in()), {}};
+ExpertHidden expert_hidden(const Tensor& x, const float* weight, const Expert& e) {
+  ExpertHidden h{linear(x, e.w.w1, e.lora.gate, e.in()), linear(x, e.w.w3, e.lora.up, e.in()), {}};
   const int64_t rows = x.size(0), f = e.w.w1.out;
   h.hid = Tensor::empty({rows, f});
   const Clamp clamp(e.limit);
@@ -91,14 +86,19 @@ Hidden expert_hidden(const Tensor& x, const float* weight, const Expert& e) {
   return h;
 }
 
-Tensor expert_forward(const Tensor& x, const float* weight, const Expert& e) {
-  return linear(expert_hidden(x, weight, e).hid, e.w.w2, e.lora.down, e.out());
+Tensor expert_forward(const Tensor& x, const float* weight, const Expert& e, ExpertHidden* keep) {
+  ExpertHidden h = expert_hidden(x, weight, e);
+  Tensor y = linear(h.hid, e.w.w2, e.lora.down, e.out());
+  if (keep) *keep = std::move(h);
+  return y;
 }
 
-// d_weight [rows] is assigned if not null.
+// kept: the hidden rows, or null: they are recomputed. d_weight [rows] is assigned if not null.
 Tensor expert_backward(const Tensor& dy, const Tensor& x, const float* weight, const Expert& e,
-                       const ExpertGrads& grads, const SharedLoraGrad& lora_grads, float* d_weight) {
-  Hidden h = expert_hidden(x, weight, e);
+                       const ExpertGrads& grads, const SharedLoraGrad& lora_grads, const ExpertHidden* kept,
+                       float* d_weight) {
+  // gate and up become their own gradients below.
+  ExpertHidden h = kept ? ExpertHidden{kept->gate.clone(), kept->up.clone(), kept->hid} : expert_hidden(x, weight, e);
   const Tensor d_hid = linear_backward(dy, h.hid, e.w.w2, e.lora.down, e.out(), lora_grads.down, grads.w2);
   const int64_t rows = x.size(0), f = e.w.w1.out;
   const Clamp clamp(e.limit);
@@ -246,7 +246,8 @@ Tensor sum_slots(const Tensor& slots, int64_t rows, int64_t k) {
 }  // namespace
 
 Tensor routed_experts(const Tensor& x, const Routing& r, const std::vector<ExpertWeights>& experts, float limit,
-                      const std::vector<ExpertLoraRows>& lora, Numerics numerics) {
+                      const std::vector<ExpertLoraRows>& lora, Numerics numerics, std::vector<ExpertHidden>* keep) {
+  if (keep) keep->assign(experts.size(), {});
   const int64_t rows = x.size(0), k = r.expert.size(1);
   const ExpertRows g = group_rows(r.expert, static_cast<int64_t>(experts.size()));
   const Tensor slots = Tensor::empty({rows * k, x.size(1)});
@@ -254,7 +255,7 @@ Tensor routed_experts(const Tensor& x, const Routing& r, const std::vector<Exper
     const ExpertAdapters adapters(lora, {}, e, experts[e].w1.out, g, k);
     const ExpertInput in = gather_input(x, r, g, e);
     const Expert expert{experts[e], limit, adapters.lists, numerics, kRouted};
-    place_rows(expert_forward(in.x, in.weight.data(), expert), g, e, slots);
+    place_rows(expert_forward(in.x, in.weight.data(), expert, keep ? &(*keep)[e] : nullptr), g, e, slots);
   });
   return sum_slots(slots, rows, k);
 }
@@ -263,7 +264,8 @@ RoutedBackward routed_experts_backward(const Tensor& d_sum, const Tensor& x, con
                                        const std::vector<ExpertWeights>& experts, float limit,
                                        const std::vector<ExpertLoraRows>& lora, Numerics numerics,
                                        const std::vector<ExpertGrads>& grads,
-                                       const std::vector<ExpertLoraGrad>& lora_grads) {
+                                       const std::vector<ExpertLoraGrad>& lora_grads,
+                                       const std::vector<ExpertHidden>* kept) {
   const int64_t rows = x.size(0), k = r.expert.size(1);
   const ExpertRows g = group_rows(r.expert, static_cast<int64_t>(experts.size()));
   const Tensor slots = Tensor::empty({rows * k, x.size(1)});
@@ -274,7 +276,8 @@ RoutedBackward routed_experts_backward(const Tensor& d_sum, const Tensor& x, con
     const Expert expert{experts[e], limit, adapters.lists, numerics, kRouted};
     std::vector<float> d_weight(in.weight.size());
     const Tensor dx = expert_backward(gather_rows(d_sum, g, e, k), in.x, in.weight.data(), expert,
-                                      grads.empty() ? ExpertGrads{} : grads[e], adapters.grads, d_weight.data());
+                                      grads.empty() ? ExpertGrads{} : grads[e], adapters.grads,
+                                      kept ? &(*kept)[e] : nullptr, d_weight.data());
     place_rows(dx, g, e, slots);
     for (size_t i = 0; i < d_weight.size(); ++i) result.d_weight.f32()[g.place[g.begin[e] + i]] = d_weight[i];
   });
@@ -282,14 +285,15 @@ RoutedBackward routed_experts_backward(const Tensor& d_sum, const Tensor& x, con
   return result;
 }
 
-Tensor shared_expert(const Tensor& x, const ExpertWeights& w, float limit, const SharedLora& lora, Numerics numerics) {
-  return expert_forward(x, nullptr, {w, limit, lora, numerics, kShared});
+Tensor shared_expert(const Tensor& x, const ExpertWeights& w, float limit, const SharedLora& lora, Numerics numerics,
+                     ExpertHidden* keep) {
+  return expert_forward(x, nullptr, {w, limit, lora, numerics, kShared}, keep);
 }
 
 Tensor shared_expert_backward(const Tensor& dy, const Tensor& x, const ExpertWeights& w, float limit,
                               const SharedLora& lora, Numerics numerics, const ExpertGrads& grads,
-                              const SharedLoraGrad& lora_grads) {
-  return expert_backward(dy, x, nullptr, {w, limit, lora, numerics, kShared}, grads, lora_grads, nullptr);
+                              const SharedLoraGrad& lora_grads, const ExpertHidden* kept) {
+  return expert_backward(dy, x, nullptr, {w, limit, lora, numerics, kShared}, grads, lora_grads, kept, nullptr);
 }
 
 }  // namespace plumb::ops
