@@ -55,16 +55,17 @@ void swiglu_row(const float* gate, const float* up, int64_t f, float weight, con
   });
 }
 
-// gate, up become their gradients. -> gradient of the weight
-float swiglu_backward_row(const float* d_hid, int64_t f, float weight, const Clamp& clamp, float* gate, float* up) {
+// -> gradient of the weight
+float swiglu_backward_row(const float* d_hid, const float* gate, const float* up, int64_t f, float weight,
+                          const Clamp& clamp, float* d_gate, float* d_up) {
   Lanes d_weight = splat(0);
   for_lanes(f, [&](int64_t i, int64_t n) {
     const Lanes raw_g = load_part(gate + i, n), raw_u = load_part(up + i, n), d = load_part(d_hid + i, n);
     const Lanes g = clamp.gate(raw_g), u = clamp.up(raw_u), s = sigmoid(g), silu = g * s;
     d_weight = fma(d, silu * u, d_weight);
     const Lanes dw = d * splat(weight), slope = s * fma(g, splat(1) - s, splat(1));  // of silu
-    store_part(gate + i, clamp.pass_gate(raw_g, dw * u * slope), n);
-    store_part(up + i, clamp.pass_up(raw_u, dw * silu), n);
+    store_part(d_gate + i, clamp.pass_gate(raw_g, dw * u * slope), n);
+    store_part(d_up + i, clamp.pass_up(raw_u, dw * silu), n);
   });
   return sum_lanes(d_weight);
 }
@@ -97,20 +98,21 @@ Tensor expert_forward(const Tensor& x, const float* weight, const Expert& e, Exp
 Tensor expert_backward(const Tensor& dy, const Tensor& x, const float* weight, const Expert& e,
                        const ExpertGrads& grads, const SharedLoraGrad& lora_grads, const ExpertHidden* kept,
                        float* d_weight) {
-  // gate and up become their own gradients below.
-  ExpertHidden h = kept ? ExpertHidden{kept->gate.clone(), kept->up.clone(), kept->hid} : expert_hidden(x, weight, e);
+  const ExpertHidden h = kept ? *kept : expert_hidden(x, weight, e);
   const Tensor d_hid = linear_backward(dy, h.hid, e.w.w2, e.lora.down, e.out(), lora_grads.down, grads.w2);
   const int64_t rows = x.size(0), f = e.w.w1.out;
+  const Tensor d_gate = Tensor::empty({rows, f}), d_up = Tensor::empty({rows, f});
   const Clamp clamp(e.limit);
   parallel_for(rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, f)), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
-      const float d = swiglu_backward_row(d_hid.f32() + r * f, f, weight ? weight[r] : 1.0f, clamp,
-                                          h.gate.f32() + r * f, h.up.f32() + r * f);
+      const int64_t at = r * f;
+      const float d = swiglu_backward_row(d_hid.f32() + at, h.gate.f32() + at, h.up.f32() + at, f,
+                                          weight ? weight[r] : 1.0f, clamp, d_gate.f32() + at, d_up.f32() + at);
       if (d_weight) d_weight[r] = d;
     }
   });
-  Tensor dx = linear_backward(h.gate, x, e.w.w1, e.lora.gate, e.in(), lora_grads.gate, grads.w1);
-  const Tensor from_up = linear_backward(h.up, x, e.w.w3, e.lora.up, e.in(), lora_grads.up, grads.w3);
+  Tensor dx = linear_backward(d_gate, x, e.w.w1, e.lora.gate, e.in(), lora_grads.gate, grads.w1);
+  const Tensor from_up = linear_backward(d_up, x, e.w.w3, e.lora.up, e.in(), lora_grads.up, grads.w3);
   parallel_for(dx.numel(), 65536, [&](int64_t begin, int64_t end) {
     add_scaled(from_up.f32() + begin, 1, dx.f32() + begin, end - begin);
   });
