@@ -15,12 +15,10 @@ uint8_t float_to_e4m3(float x) {
   const uint8_t sign = std::signbit(x) ? 0x80 : 0;
   const float a = std::fabs(x);
   if (a >= 448.0f) return sign | 0x7e;
-  const float r = round_e4m3(a);
-  if (r == 0) return sign;
-  const int exponent = static_cast<int>(std::bit_cast<uint32_t>(r) >> 23) - 127;
-  if (exponent < -6) return sign | static_cast<uint8_t>(r * 0x1p9f);
-  const int mantissa = static_cast<int>((std::bit_cast<uint32_t>(r) >> 20) & 7);
-  return sign | static_cast<uint8_t>((exponent + 7) << 3 | mantissa);
+  if (a < 0x1p-6f) return sign | static_cast<uint8_t>(std::nearbyintf(a * 0x1p9f));  // 8 is the first normal code
+  const uint32_t u = std::bit_cast<uint32_t>(a);
+  const uint32_t kept = (u + 0x7ffffu + (u >> 20 & 1)) >> 20;  // exponent and 3 bits of mantissa, to nearest even
+  return sign | static_cast<uint8_t>(kept - (120u << 3));      // the biases differ by 127 - 7
 }
 
 float e2m1_to_float(uint8_t nibble) {
@@ -30,11 +28,9 @@ float e2m1_to_float(uint8_t nibble) {
 
 uint8_t float_to_e2m1(float x) {
   const uint8_t sign = std::signbit(x) ? 8 : 0;
-  const float a = std::fabs(x);
-  const float r = a >= 6.0f ? 6.0f : round_e2m1(a);
-  for (uint8_t c = 0; c < 8; ++c)
-    if (e2m1_to_float(c) == r) return sign | c;
-  return sign;  // NaN: FP4 has none
+  const float a = std::fabs(x);  // NaN compares false: code 0, FP4 has none
+  const int code = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
+  return sign | static_cast<uint8_t>(code);  // midpoints belong to the even code
 }
 
 }  // namespace plumb

@@ -8,10 +8,10 @@
 
 namespace plumb {
 
-nlohmann::ordered_json read_json_file(const std::string& path) {
+nlohmann::json read_json_file(const std::string& path) {
   const std::string text = read_text(path);
   try {
-    return nlohmann::ordered_json::parse(text);
+    return nlohmann::json::parse(text);
   } catch (const nlohmann::json::parse_error& e) {
     const size_t at = std::min(e.byte, text.size());
     const auto line = 1 + std::count(text.begin(), text.begin() + static_cast<ptrdiff_t>(at), '\n');

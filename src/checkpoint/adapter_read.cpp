@@ -15,19 +15,19 @@
 
 namespace plumb {
 namespace {
-using nlohmann::ordered_json;
+using nlohmann::json;
 
 // ---- adapter_config.json
 // ---------------------------------------------------------------------------------------------
 
-bool is_set(const ordered_json& config, const char* key) {
+bool is_set(const json& config, const char* key) {
   const auto at = config.find(key);
   if (at == config.end() || at->is_null()) return false;
   return at->is_boolean() ? at->get<bool>() : at->is_object() || at->is_array() ? !at->empty() : true;
 }
 
 // Options under which the weights would mean something else than alpha / r * b * a.
-void refuse_unknown_arithmetic(const ordered_json& config, const std::string& where) {
+void refuse_unknown_arithmetic(const json& config, const std::string& where) {
   for (const char* key : {"use_dora", "use_rslora", "use_qalora", "fan_in_fan_out", "lora_bias", "rank_pattern",
                           "alpha_pattern", "modules_to_save", "trainable_token_indices"})
     if (is_set(config, key))
@@ -38,8 +38,8 @@ void refuse_unknown_arithmetic(const ordered_json& config, const std::string& wh
 
 void read_config(StoredAdapter& adapter, const std::string& folder) {
   const std::string where = folder + "/adapter_config.json";
-  const ordered_json config = read_json_file(where);
-  if (!config.is_object() || config.value("peft_type", ordered_json()) != "LORA")
+  const json config = read_json_file(where);
+  if (!config.is_object() || config.value("peft_type", json()) != "LORA")
     fail(where, "peft_type is not \"LORA\"", "give a LoRA adapter");
   if (!config.contains("r") || !config["r"].is_number_integer() || config["r"].get<int64_t>() < 1)
     fail(where, "r is missing or no positive number");

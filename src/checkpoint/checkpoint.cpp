@@ -142,10 +142,10 @@ class Mapper {
   void unused(const StoredTensor& t) {
     const std::string name = canonical_name(t.name);
     if (is_extra_mtp(name, config_)) return map_.extras.push_back(name);
-    if (map_.problem_count >= TensorMap::max_problems) return problem(place(t), "is no tensor of this model", "");
-    std::vector<std::string> known;
-    for (const TensorSpec& spec : released_tensors(config_)) known.push_back(spec.name);
-    const std::string guess = nearest(name, known);
+    if (known_.empty())
+      for (const TensorSpec& spec : released_tensors(config_)) known_.push_back(spec.name);
+    if (++guesses_ > 3) return problem(place(t), "is no tensor of this model", "remove it, or check config.json");
+    const std::string guess = nearest(name, known_);  // takes a moment among 10^5 names
     const bool scale = guess == name;  // a known name that nothing asked for: the scale of a weight that has none
     problem(place(t), scale ? "is the scale of a tensor that is not quantised" : "is no tensor of this model",
             scale || guess.empty() ? "remove it, or check config.json" : "the nearest known name is " + guess);
@@ -156,6 +156,8 @@ class Mapper {
   TensorMap map_;
   std::vector<bool> used_;
   std::unordered_set<std::string> reported_;
+  std::vector<std::string> known_;  // for guesses at unknown names
+  int guesses_ = 0;
 };
 }  // namespace
 

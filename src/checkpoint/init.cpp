@@ -1,8 +1,11 @@
 #include "checkpoint/init.h"
 
+#include <algorithm>
+#include <array>
 #include <cmath>
-#include <functional>
+#include <numbers>
 #include <numeric>
+#include <vector>
 
 #include "base/files.h"
 #include "base/parallel.h"
@@ -56,18 +59,39 @@ class RandomSource : public WeightSource {
     if (e.role == Role::precise && e.shape.size() == 1) return Tensor(t).zero();  // sinks, router bias, base
     if (e.role == Role::precise && leaf("_fn")) {
       const float bound = std::sqrt(6.0f / static_cast<float>(e.shape[0] + e.shape[1]));
-      return draw(e, t, first, 1, [&](Random& r) { return (2 * r.uniform() - 1) * bound; });
+      return draw(e, t, first, [&](const std::array<uint32_t, 4>& bits) {
+        std::array<float, 4> x;
+        for (int i = 0; i < 4; ++i) x[i] = (static_cast<float>(bits[i] >> 8) * 0x1p-23f - 1) * bound;
+        return x;
+      });
     }
     const auto deviation = static_cast<float>(config_.initializer_range);
-    draw(e, t, first, 2, [&](Random& r) { return r.normal() * deviation; });
+    draw(e, t, first, [&](const std::array<uint32_t, 4>& bits) { return normals(bits, deviation); });
   }
 
-  // Element i of the tensor uses numbers [i * per_value, (i + 1) * per_value) of the tensor's own stream.
-  template <class Draw>
-  void draw(const InventoryEntry& e, const Tensor& t, int64_t first, int64_t per_value, Draw value) const {
-    parallel_for(t.numel(), 4096, [&](int64_t begin, int64_t end) {
-      Random random(seed_, hash_name(e.name), static_cast<uint64_t>((first + begin) * per_value));
-      for (int64_t i = begin; i < end; ++i) t.f32()[i] = value(random);
+  // Box-Muller, two pairs.
+  static std::array<float, 4> normals(const std::array<uint32_t, 4>& bits, float deviation) {
+    std::array<float, 4> x;
+    for (int i = 0; i < 4; i += 2) {
+      const float u = (static_cast<float>(bits[i]) + 0.5f) * 0x1p-32f;
+      const float angle = static_cast<float>(bits[i + 1]) * (2 * std::numbers::pi_v<float> * 0x1p-32f);
+      const float radius = deviation * std::sqrt(-2 * std::log(u));
+      x[i] = radius * std::cos(angle);
+      x[i + 1] = radius * std::sin(angle);
+    }
+    return x;
+  }
+
+  // Elements 4i .. 4i+3 of the tensor come from block i of the tensor's own stream; `first` is a multiple of 4, because
+  // bands begin at multiples of 128 rows.
+  template <class Values>
+  void draw(const InventoryEntry& e, const Tensor& t, int64_t first, Values values) const {
+    const uint64_t stream = hash_name(e.name);
+    parallel_for((t.numel() + 3) / 4, 1024, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const std::array<float, 4> x = values(philox(seed_, stream, static_cast<uint64_t>(first / 4 + i)));
+        std::copy_n(x.begin(), std::min<int64_t>(4, t.numel() - 4 * i), t.f32() + 4 * i);
+      }
     });
   }
 

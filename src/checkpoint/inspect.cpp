@@ -106,6 +106,8 @@ void inspect_checkpoint(Inspection& r, const Safetensors& files) {
   r.extras = map.extras;
   r.problems = map.problems;
   r.problem_count = map.problem_count;
+  if (r.config->num_nextn_predict_layers > 0 && !r.config->dspark && !map.entry.contains("mtp.0.norm.weight"))
+    r.notes = {{"left out", "the files hold no MTP layer, config.json has one"}};
   std::map<std::string, InspectedGroup> groups;
   for (const StoredTensor& t : files.tensors()) {
     const std::string name = canonical_name(t.name);
@@ -260,7 +262,7 @@ nlohmann::ordered_json to_json(const Inspection& i) {
     j["config"] = to_json(*i.config);
     j["parameters"] = {{"backbone", n.backbone}, {"active", n.active}, {"mtp", n.mtp}};
   }
-  for (const auto& [key, value] : i.notes) j["adapter"][key] = value;
+  for (const auto& [key, value] : i.notes) j["notes"][key] = value;
   j["total"] = group_json(i.total);
   for (const auto& [name, g] : i.groups) j["groups"][name] = group_json(g);
   j["not_used"] = i.extras;

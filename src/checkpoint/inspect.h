@@ -25,8 +25,9 @@ struct Inspection {
   InspectedGroup total;
   std::vector<std::pair<std::string, InspectedGroup>> groups;  // by purpose; for bare tensors by dtype
   std::vector<std::string> extras;                             // recognised tensors that are not used
-  std::vector<std::pair<std::string, std::string>> notes;      // of adapters: rank, alpha, targets
-  std::vector<Problem> problems;                               // the first ones
+  std::vector<std::pair<std::string, std::string>>
+      notes;                      // adapters: rank, alpha, targets; checkpoints: what is left out
+  std::vector<Problem> problems;  // the first ones
   size_t problem_count = 0;
   bool deep = false;  // values were read, too
 };

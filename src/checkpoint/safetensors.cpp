@@ -185,7 +185,7 @@ void Safetensors::add_index(const std::string& path) {
   std::unordered_map<std::string, std::string> shard_of;
   std::set<std::string> shards;
   {
-    const nlohmann::ordered_json index = read_json_file(path);
+    const json index = read_json_file(path);
     if (!index.is_object() || !index.contains("weight_map") || !index["weight_map"].is_object())
       fail(path, "has no weight_map", "give the index of a sharded checkpoint");
     for (const auto& [name, file] : index["weight_map"].items()) {
@@ -363,10 +363,10 @@ void ShardedWriter::commit() {
   shard_->commit();
   if (shard_ends_.size() == 1) return;
   uint64_t total = 0;
-  nlohmann::ordered_json map = nlohmann::ordered_json::object();
+  json map = json::object();
   for (size_t shard = 0, i = 0; shard < shard_ends_.size(); ++shard)
     for (; i < shard_ends_[shard]; ++i) map[specs_[i].name] = shard_name(shard), total += specs_[i].bytes();
-  nlohmann::ordered_json index;
+  json index;
   index["metadata"]["total_size"] = total;
   index["weight_map"] = std::move(map);
   write_text((fs::path(folder_) / "model.safetensors.index.json").string(), index.dump(1) + "\n");

@@ -1,0 +1,337 @@
+// Speed of the grouped linear kernels at the shapes of DeepSeek-V4-Flash's experts: 256 experts, fc1 [4096, 4096] (gate
+// and up), fc2 [4096, 2048], 98,304 rows (16,384 tokens x top 6).
+//
+// usage: grouped_linear_bench [result.json]. Takes about 20 s and 12 GB of GPU memory. By hand:
+//   nvcc -gencode arch=compute_90a,code=sm_90a -std=c++20 -O3 --expt-relaxed-constexpr -Isrc -o grouped_linear_bench
+//     bench/kernels/grouped_linear_bench.cu src/kernels/grouped_linear/*.cu
+//
+// fresh: median of 5 launches after 0.3 s of rest. sustained: median of 60 launches in a row, when the power limit has
+// pulled the clock down. Data is random (on zeros the clock stays higher): the kernels' results are checked by the
+// tests, not here.
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <ctime>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "kernels/grouped_linear/activation.cuh"
+#include "kernels/grouped_linear/grouped_linear.h"
+#include "kernels/grouped_linear/launch.cuh"
+#include "kernels/grouped_linear/route.h"
+
+namespace {
+
+using namespace plumb::kernels;
+using namespace plumb::kernels::grouped_linear;
+
+constexpr int kExperts = 256, kRows = 98304, kWideWidth = 256;
+constexpr double kPeakTflops = 1979;  // FP8 dense, datasheet
+
+// ---- Random data on the device -------------------------------------------------------------------------------------
+__device__ uint32_t hash(uint64_t x) {
+  x ^= x >> 33, x *= 0xff51afd7ed558ccdULL, x ^= x >> 33, x *= 0xc4ceb9fe1a85ec53ULL, x ^= x >> 33;
+  return static_cast<uint32_t>(x);
+}
+__device__ float normal(uint64_t x) {
+  const float u = (hash(2 * x) + 1.0f) * 2.3283064e-10f, v = hash(2 * x + 1) * 2.3283064e-10f;
+  return sqrtf(-2.0f * logf(fminf(u, 1.0f))) * cospif(2.0f * v);
+}
+enum class Fill { bf16, codes, offsets, weights, bases };
+template <Fill kFill, typename T>
+__global__ void fill_kernel(T* out, size_t count, uint64_t seed) {
+  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count; i += size_t{gridDim.x} * blockDim.x) {
+    const uint32_t h = hash(seed + i);
+    if constexpr (kFill == Fill::bf16) out[i] = __bfloat16_as_ushort(__float2bfloat16_rn(normal(seed + i)));
+    if constexpr (kFill == Fill::codes) out[i] = static_cast<T>(h);
+    if constexpr (kFill == Fill::weights)
+      out[i] = __nv_cvt_float_to_fp8(normal(seed + i) * 60.0f, __NV_SATFINITE, __NV_E4M3);
+    if constexpr (kFill == Fill::bases) out[i] = exp2f(static_cast<float>(h % 4) - 16.0f);
+    if constexpr (kFill == Fill::offsets)
+      if (i % kFp4RecordBytes >= 4 * kSlabCodeBytes) out[i] = static_cast<T>(h % 5 + (h >> 8) % 4 + (h >> 16) % 5);
+  }
+}
+template <Fill kFill, typename T>
+T* random_array(size_t count, uint64_t seed) {
+  T* data;
+  check_cuda(cudaMalloc(&data, count * sizeof(T)), "cudaMalloc");
+  fill_kernel<kFill><<<2048, 256>>>(data, count, seed);
+  check_cuda(cudaDeviceSynchronize(), "fill");
+  return data;
+}
+Weights random_weights(WeightFormat format, int groups, int n, int k) {
+  const size_t records = size_t(groups) * (n / kRecordRows) * (k / kBlock);
+  uint8_t* data;
+  if (format == WeightFormat::fp4) {
+    data = random_array<Fill::codes, uint8_t>(records * kFp4RecordBytes, 1);
+    fill_kernel<Fill::offsets><<<2048, 256>>>(data, records * kFp4RecordBytes, 2);
+  } else {
+    data = random_array<Fill::weights, uint8_t>(records * kFp8RecordBytes, 3);
+  }
+  return {format, groups, n,
+          k,      data,   random_array<Fill::bases, float>(size_t(groups) * (n / kBlock) * block_stride(k), 4)};
+}
+void release(const Weights& w) { cudaFree(const_cast<uint8_t*>(w.records)), cudaFree(const_cast<float*>(w.bases)); }
+
+// ---- Timing --------------------------------------------------------------------------------------------------------
+double median_ms(const std::function<void()>& run, int repeats) {
+  cudaEvent_t start, stop;
+  check_cuda(cudaEventCreate(&start), "event"), check_cuda(cudaEventCreate(&stop), "event");
+  std::vector<float> times;
+  for (int i = 0; i < repeats + 2; ++i) {
+    check_cuda(cudaEventRecord(start), "record");
+    run();
+    check_cuda(cudaEventRecord(stop), "record");
+    check_cuda(cudaEventSynchronize(stop), "kernel");
+    float ms;
+    check_cuda(cudaEventElapsedTime(&ms, start, stop), "time");
+    if (i >= 2) times.push_back(ms);
+  }
+  cudaEventDestroy(start), cudaEventDestroy(stop);
+  std::sort(times.begin(), times.end());
+  return times[times.size() / 2];
+}
+struct Timing {
+  double fresh, sustained;
+};
+Timing measure(const std::function<void()>& run) {
+  run();
+  check_cuda(cudaDeviceSynchronize(), "kernel");
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));  // lets the chip cool down: part of what "fresh" means
+  const double fresh = median_ms(run, 5);
+  return {fresh, median_ms(run, 60)};
+}
+
+// ---- Report --------------------------------------------------------------------------------------------------------
+std::string json_figures;
+void figure(const std::string& name, double value, const char* unit) {
+  char line[200];
+  std::snprintf(line, sizeof line, "%s    {\"name\": \"%s\", \"value\": %.4g, \"unit\": \"%s\"}",
+                json_figures.empty() ? "" : ",\n", name.c_str(), value, unit);
+  json_figures += line;
+}
+void report_product(const std::string& name, double flop, Timing t) {
+  const double fresh = flop / t.fresh * 1e-9, sustained = flop / t.sustained * 1e-9;
+  std::printf("%-46s fresh %7.3f ms %5.0f TFLOPS %3.0f %% of peak, sustained %7.3f ms %5.0f TFLOPS %3.0f %%\n",
+              name.c_str(), t.fresh, fresh, 100 * fresh / kPeakTflops, t.sustained, sustained,
+              100 * sustained / kPeakTflops);
+  figure(name + ", fresh", fresh, "TFLOPS"), figure(name + ", sustained", sustained, "TFLOPS");
+}
+double copy_rate = 0;  // TB/s, read + written: the ceiling of memory-bound kernels
+void report_bytes(const std::string& name, double bytes, double ms) {
+  std::printf("%-46s %9.4f ms %5.2f TB/s %3.0f %% of the copy rate\n", name.c_str(), ms, bytes / ms * 1e-9,
+              100 * bytes / ms * 1e-9 / copy_rate);
+  figure(name, bytes / ms * 1e-9, "TB/s");
+}
+
+// ---- Routings ------------------------------------------------------------------------------------------------------
+std::vector<int> uneven_counts() {  // log-normal, some experts empty, none above 2,000 rows
+  std::mt19937 random(7);
+  std::vector<double> weight(kExperts);
+  double sum = 0;
+  for (int e = 0; e < kExperts; ++e)
+    sum += weight[e] = e % 17 == 3 ? 0.0 : std::exp(std::normal_distribution<double>(0, 0.8)(random));
+  std::vector<int> counts(kExperts);
+  int left = kRows;
+  for (int e = 0; e < kExperts; ++e) left -= counts[e] = std::min(2000, static_cast<int>(kRows * weight[e] / sum));
+  for (int e = 0; left > 0; e = (e + 1) % kExperts)
+    if (counts[e] > 0 && counts[e] < 2000) {
+      const int more = std::min(left, 40);
+      counts[e] += more, left -= more;
+    }
+  return counts;
+}
+struct DevicePlan {
+  Plan plan;
+  int* first;
+  DevicePlan(const std::vector<int>& counts, int n, int width) {
+    std::vector<int> rows(counts.size() + 1);
+    for (size_t g = 0; g < counts.size(); ++g) rows[g + 1] = rows[g] + counts[g];
+    plan = {static_cast<int>(counts.size()), rows.back(), n, width, nullptr};
+    check_cuda(cudaMalloc(&plan.workspace, plan_bytes(plan.groups, plan.rows, n, width)), "cudaMalloc");
+    check_cuda(cudaMalloc(&first, rows.size() * 4), "cudaMalloc");
+    check_cuda(cudaMemcpy(first, rows.data(), rows.size() * 4, cudaMemcpyHostToDevice), "copy");
+    make_plan(first, plan, nullptr);
+  }
+  DevicePlan(const DevicePlan&) = delete;
+  ~DevicePlan() { cudaFree(plan.workspace), cudaFree(first); }
+};
+
+struct Rows {  // everything that a run reads and writes for its rows
+  uint8_t* values;
+  float* scales;
+  uint16_t* out;
+  uint8_t* hidden;
+  float* hidden_scales;
+  float* route;
+  Activations activations(int rows) const { return {values, scales, rows}; }
+};
+
+void wide_runs(const char* layer, const Weights& w, const Rows& r, bool fused) {
+  const double flop = 2.0 * kRows * w.n * w.k;
+  const char* format = w.format == WeightFormat::fp4 ? "FP4" : "FP8";
+  for (const bool even : {true, false}) {
+    const DevicePlan p(even ? std::vector<int>(kExperts, kRows / kExperts) : uneven_counts(), w.n, kWideWidth);
+    const std::string name = std::string(layer) + " " + format + (even ? ", even rows" : ", uneven rows");
+    report_product(name + ", bf16 out", flop,
+                   measure([&] { linear(w, r.activations(kRows), p.plan, r.out, nullptr); }));
+    if (fused)
+      report_product(name + ", SwiGLU fused", flop, measure([&] {
+                       linear_swiglu(w, r.activations(kRows), p.plan, r.route, 10.0f, r.hidden, r.hidden_scales,
+                                     nullptr);
+                     }));
+  }
+}
+
+// `active` experts with rows_each rows; every launch takes other experts, so that weights come from memory and not from
+// L2.
+void decode_runs(const char* layer, const Weights& w, const Rows& r, int active, int rows_each, int width, bool fused) {
+  const int sets = std::max(1, std::min(16, kExperts / active));
+  std::vector<std::unique_ptr<DevicePlan>> plans;
+  for (int s = 0; s < sets; ++s) {
+    std::vector<int> counts(kExperts, 0);
+    for (int i = 0; i < active; ++i) counts[(s * active + i) * 41 % kExperts] = rows_each;
+    plans.push_back(std::make_unique<DevicePlan>(counts, w.n, width));
+  }
+  const int launches = 4 * sets;
+  const Activations a = r.activations(active * rows_each);
+  const double ms =
+      median_ms(
+          [&] {
+            for (int i = 0; i < launches; ++i)
+              if (fused)
+                linear_swiglu(w, a, plans[i % sets]->plan, r.route, 10.0f, r.hidden, r.hidden_scales, nullptr);
+              else
+                linear(w, a, plans[i % sets]->plan, r.out, nullptr);
+          },
+          9) /
+      launches;
+  const double bytes = double(active) * (w.n / kRecordRows) * (w.k / kBlock) * record_bytes(w.format);
+  report_bytes(std::string(layer) + (w.format == WeightFormat::fp4 ? " FP4" : " FP8") + ", decoding, " +
+                   std::to_string(active) + " experts x " + std::to_string(rows_each) + " rows, tile " +
+                   std::to_string(width),
+               bytes, ms);
+}
+
+void dense_runs(const Rows& r) {
+  struct Shape {
+    const char* name;
+    int n, k;
+  };
+  for (const Shape s :
+       {Shape{"wq_b", 32768, 1024}, {"wo_b", 4096, 8192}, {"wq_a", 1024, 4096}, {"shared fc1", 4096, 4096}}) {
+    const int rows = s.n > 16384 ? 8192 : 16384;
+    const Weights w = random_weights(WeightFormat::fp8, 1, s.n, s.k);
+    const DevicePlan p({rows}, s.n, kWideWidth);
+    report_product(std::string("dense FP8 ") + s.name + " [" + std::to_string(s.n) + ", " + std::to_string(s.k) +
+                       "], " + std::to_string(rows) + " rows",
+                   2.0 * rows * s.n * s.k, measure([&] { linear(w, r.activations(rows), p.plan, r.out, nullptr); }));
+    release(w);
+  }
+}
+
+void sort_and_combine(const Rows& r) {
+  constexpr int kTopK = 6, kTokens = kRows / kTopK;
+  std::mt19937 random(12);
+  std::vector<int> experts(kRows);
+  for (auto& e : experts) e = static_cast<int>(random() % kExperts);
+  int *expert, *source, *slots, *first;
+  for (int** p : {&expert, &source, &slots, &first}) check_cuda(cudaMalloc(p, kRows * sizeof(int)), "cudaMalloc");
+  check_cuda(cudaMemcpy(expert, experts.data(), kRows * sizeof(int), cudaMemcpyHostToDevice), "copy");
+  for (const int tokens : {kTokens, 128}) {
+    const Choices choices{expert, r.route, tokens, kTopK, kExperts};
+    void* workspace;
+    check_cuda(cudaMalloc(&workspace, std::max<size_t>(sort_bytes(choices), 4)), "cudaMalloc");
+    const double us = 1e3 * median_ms(
+                                [&] {
+                                  sort_by_expert(choices, {first, source, r.hidden_scales, slots}, workspace, nullptr);
+                                },
+                                21);
+    const std::string name = "sort " + std::to_string(tokens) + " tokens x top 6 by expert";
+    std::printf("%-46s %9.1f us\n", name.c_str(), us), figure(name, us, "us");
+    if (tokens == kTokens)
+      report_bytes("combine 16384 tokens x top 6", 2.0 * (kRows + kTokens) * 4096,
+                   median_ms(
+                       [&] {
+                         combine(r.out, slots, nullptr, kTokens, kTopK, 4096, reinterpret_cast<uint16_t*>(r.values),
+                                 nullptr);
+                       },
+                       9));
+    cudaFree(workspace);
+  }
+  for (int* p : {expert, source, slots, first}) cudaFree(p);
+}
+
+void write_json(const char* path, const char* device) {
+  char date[32];
+  const std::time_t now = std::time(nullptr);
+  std::strftime(date, sizeof date, "%Y-%m-%d", std::gmtime(&now));
+  std::FILE* file = std::fopen(path, "w");
+  if (!file) throw std::runtime_error(std::string("cannot write ") + path);
+  std::fprintf(
+      file,
+      "{\n  \"name\": \"grouped_linear\",\n  \"date\": \"%s\",\n  \"device\": \"%s\",\n"
+      "  \"command\": \"grouped_linear_bench bench/results/grouped_linear.json\",\n  \"figures\": [\n%s\n  ]\n}\n",
+      date, device, json_figures.c_str());
+  std::fclose(file);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::setvbuf(stdout, nullptr, _IONBF, 0);
+  cudaDeviceProp device;
+  check_cuda(cudaGetDeviceProperties(&device, 0), "device");
+  std::printf("%s, %d multiprocessors\n", device.name, device.multiProcessorCount);
+
+  const size_t widest = 4096;
+  uint16_t* x = random_array<Fill::bf16, uint16_t>(size_t(kRows) * widest, 5);
+  Rows r{};
+  r.out = random_array<Fill::bf16, uint16_t>(size_t(kRows) * widest, 6);
+  r.values = random_array<Fill::codes, uint8_t>(size_t(kRows) * widest, 7);
+  r.hidden = random_array<Fill::codes, uint8_t>(size_t(kRows) * widest / 2, 8);
+  r.scales = random_array<Fill::bases, float>(size_t(kRows) * widest / kBlock, 9);
+  r.hidden_scales = random_array<Fill::bases, float>(size_t(kRows) * widest / kBlock, 10);
+  r.route = random_array<Fill::bases, float>(kRows, 11);
+  const double copy_bytes = 2.0 * kRows * widest;
+  copy_rate = 1,
+  copy_rate = 2 * copy_bytes * 1e-9 /
+              median_ms([&] { cudaMemcpyAsync(r.out, x, size_t(copy_bytes), cudaMemcpyDeviceToDevice); }, 9);
+  report_bytes("copy", 2 * copy_bytes, 2 * copy_bytes * 1e-9 / copy_rate);
+
+  report_bytes("quantise rows of 4,096", 3.0 * kRows * widest,
+               median_ms([&] { quantise_rows(x, nullptr, kRows, 4096, r.values, r.scales, nullptr); }, 9));
+  report_bytes(
+      "SwiGLU and quantise, 2 x 2,048", 2.5 * kRows * widest,
+      median_ms([&] { swiglu_quantise(x, kRows, 4096, r.route, 10.0f, r.hidden, r.hidden_scales, nullptr); }, 9));
+  {
+    const DevicePlan p(uneven_counts(), 4096, kWideWidth);
+    const double us = 1e3 * median_ms([&] { make_plan(p.first, p.plan, nullptr); }, 21);
+    std::printf("%-46s %9.1f us\n", "plan, 256 experts", us), figure("plan, 256 experts", us, "us");
+  }
+  sort_and_combine(r);
+  for (const WeightFormat format : {WeightFormat::fp4, WeightFormat::fp8}) {
+    Weights w = random_weights(format, kExperts, 4096, 4096);
+    quantise_rows(x, nullptr, kRows, 4096, r.values, r.scales, nullptr);
+    wide_runs("fc1", w, r, true);
+    decode_runs("fc1", w, r, 256, 8, 8, true), decode_runs("fc1", w, r, 48, 8, 8, true),
+        decode_runs("fc1", w, r, 6, 1, 8, true);
+    if (format == WeightFormat::fp4)
+      decode_runs("fc1", w, r, 256, 16, 16, true), decode_runs("fc1", w, r, 256, 64, 64, true);
+    release(w);
+    w = random_weights(format, kExperts, 4096, 2048);
+    quantise_rows(x, nullptr, kRows, 2048, r.values, r.scales, nullptr);
+    wide_runs("fc2", w, r, false);
+    decode_runs("fc2", w, r, 256, 8, 8, false), decode_runs("fc2", w, r, 48, 8, 8, false),
+        decode_runs("fc2", w, r, 6, 1, 8, false);
+    release(w);
+  }
+  dense_runs(r);
+  if (argc > 1) write_json(argv[1], device.name);
+  return 0;
+}

@@ -1,0 +1,173 @@
+#include "kernels/grouped_linear/grouped_linear.h"
+
+#include <algorithm>
+
+#include "kernels/grouped_linear/launch.cuh"
+#include "kernels/grouped_linear/problem.cuh"
+#include "kernels/hopper/tma.cuh"
+
+namespace plumb::kernels::grouped_linear {
+namespace {
+
+// Row tiles that meet all weights of a group before the next ones do: their rows stay in L2.
+constexpr int kBandTiles = 16;
+
+// Workspace: {count of record tiles, of block tiles, queue}, the stash of the wide kernel, the tiles of 256 weight rows
+// and, for the wide kernel, those of 128.
+struct Workspace {
+  int* counters;
+  uint4* stash;
+  Tile *record_tiles, *block_tiles;
+};
+constexpr size_t kCounterBytes = 256;
+
+int multiprocessors() {
+  static const int count = [] {
+    int device = 0, n = 0;
+    check_cuda(cudaGetDevice(&device), "grouped_linear: asking for the device");
+    check_cuda(cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, device),
+               "grouped_linear: asking for its size");
+    return n;
+  }();
+  return count;
+}
+
+size_t stash_bytes(int width) {
+  return width == kWideRows ? static_cast<size_t>(multiprocessors()) * kStashVectors * sizeof(uint4) : 0;
+}
+int64_t tile_capacity(int groups, int rows, int n, int width) {
+  // Every group may end in a tile that is not full.
+  return (static_cast<int64_t>(rows / width) + std::min(groups, rows)) * (n / kRecordRows);
+}
+Workspace workspace_of(const Plan& plan) {
+  auto* bytes = static_cast<uint8_t*>(plan.workspace);
+  auto* tiles = reinterpret_cast<Tile*>(bytes + kCounterBytes + stash_bytes(plan.width));
+  const int64_t records = tile_capacity(plan.groups, plan.rows, plan.n, plan.width);
+  return {reinterpret_cast<int*>(bytes), reinterpret_cast<uint4*>(bytes + kCounterBytes), tiles, tiles + records};
+}
+
+void require(bool condition, const std::string& message) {
+  if (!condition) throw std::invalid_argument("grouped_linear: " + message);
+}
+void check_sizes(int groups, int rows, int n, int width) {
+  require(groups > 0 && rows > 0, "groups = " + std::to_string(groups) + " and rows = " + std::to_string(rows) +
+                                      " must be positive (skip the product when there are no rows)");
+  require(n > 0 && n % kRecordRows == 0,
+          "n = " + std::to_string(n) + " is no multiple of 256: pad the weight with zero rows before it is packed");
+  require(width == 8 || width == 16 || width == 64 || width == kWideRows,
+          "width = " + std::to_string(width) + " is none of 8, 16, 64, 256: use best_width");
+}
+bool aligned(const void* p, uintptr_t bytes) { return p && reinterpret_cast<uintptr_t>(p) % bytes == 0; }
+
+void check_product(const Weights& w, const Activations& a, const Plan& plan) {
+  check_sizes(plan.groups, plan.rows, plan.n, plan.width);
+  require(w.k > 0 && w.k % kBlock == 0,
+          "k = " + std::to_string(w.k) + " is no multiple of 128: pad inputs and weight with zeros");
+  require(w.groups == plan.groups && w.n == plan.n && a.rows == plan.rows,
+          "the plan is for " + std::to_string(plan.groups) + " groups, " + std::to_string(plan.rows) +
+              " rows, n = " + std::to_string(plan.n) + "; the product has " + std::to_string(w.groups) + ", " +
+              std::to_string(a.rows) + ", " + std::to_string(w.n));
+  require(aligned(w.records, 128) && aligned(a.values, 128),
+          "records and activation values must be aligned to 128 bytes");
+  require(aligned(w.bases, 16) && aligned(a.scales, 16),
+          "weight bases and activation scales must be aligned to 16 bytes");
+  require(aligned(plan.workspace, 256), "the plan's workspace must be aligned to 256 bytes");
+}
+
+// Lists the tiles of one group. Tiles that share weights follow each other, so that blocks which run at the same time
+// share them in L2.
+__device__ void list_tiles(int group, int first_row, int rows, int width, int weight_tiles, Tile* tiles) {
+  const int row_tiles = (rows + width - 1) / width;
+  for (int i = threadIdx.x; i < row_tiles * weight_tiles; i += blockDim.x) {
+    const int band = i / (kBandTiles * weight_tiles), in_band = i % (kBandTiles * weight_tiles);
+    const int band_tiles = min(kBandTiles, row_tiles - band * kBandTiles);
+    const int row = (band * kBandTiles + in_band % band_tiles) * width;
+    tiles[i] = {group, first_row + row, min(width, rows - row), in_band / band_tiles};
+  }
+}
+
+// One block a group: counts the row tiles of the groups before it, then lists its own.
+__global__ void __launch_bounds__(256) plan_kernel(const int* first_row, int width, int record_rows, Workspace out) {
+  __shared__ int sums[8];
+  const int group = blockIdx.x, thread = threadIdx.x;
+  const auto row_tiles_of = [&](int g) { return (first_row[g + 1] - first_row[g] + width - 1) / width; };
+  int before = 0;
+  for (int g = thread; g < group; g += 256) before += row_tiles_of(g);
+  before = __reduce_add_sync(~0u, before);
+  if (thread % 32 == 0) sums[thread / 32] = before;
+  __syncthreads();
+  before = 0;
+  for (int w = 0; w < 8; ++w) before += sums[w];
+
+  const int first = first_row[group], rows = first_row[group + 1] - first;
+  list_tiles(group, first, rows, width, record_rows, out.record_tiles + before * record_rows);
+  if (width == kWideRows)
+    list_tiles(group, first, rows, width, 2 * record_rows, out.block_tiles + before * 2 * record_rows);
+  if (group == static_cast<int>(gridDim.x) - 1 && thread == 0) {
+    const int count = (before + row_tiles_of(group)) * record_rows;
+    out.counters[0] = count, out.counters[1] = 2 * count;
+  }
+}
+
+void launch_product(const Weights& w, const Activations& a, const Plan& plan, Epilogue epilogue, Problem p,
+                    cudaStream_t stream) {
+  const Workspace space = workspace_of(plan);
+  p.records = w.records, p.bases = w.bases, p.token_scales = a.scales;
+  const bool wide = plan.width == kWideRows, blocks_of_128 = wide && epilogue == Epilogue::bf16;
+  p.tiles = blocks_of_128 ? space.block_tiles : space.record_tiles;
+  p.tile_count = space.counters + (blocks_of_128 ? 1 : 0);
+  p.queue = space.counters + 2, p.stash = space.stash;
+  p.n = w.n, p.k_blocks = w.k / kBlock;
+  p.block_stride = block_stride(w.k), p.hidden_stride = block_stride(w.n / 2);
+  const int64_t tiles = (blocks_of_128 ? 2 : 1) * tile_capacity(plan.groups, plan.rows, plan.n, plan.width);
+  const CUtensorMap tokens = hopper::byte_matrix_map(a.values, a.rows, w.k, wide ? kWideTokenBox : plan.width);
+  if (wide) {
+    const CUtensorMap scales = hopper::float_matrix_map(a.scales, a.rows, p.block_stride, kWideRows, kWideScaleBox);
+    launch_wide(w.format, epilogue, tiles, multiprocessors(), tokens, scales, p, stream);
+  } else {
+    launch_narrow(plan.width, w.format, epilogue, tiles, multiprocessors(), tokens, p, stream);
+  }
+}
+
+}  // namespace
+
+int best_width(int rows, int groups) {
+  const double mean = static_cast<double>(rows) / groups;
+  if (groups == 1) return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 64 ? 64 : kWideRows;
+  return mean <= 4 ? 8 : mean <= 12 ? 16 : mean <= 48 ? 64 : kWideRows;
+}
+
+size_t plan_bytes(int groups, int rows, int n, int width) {
+  check_sizes(groups, rows, n, width);
+  return kCounterBytes + stash_bytes(width) +
+         (width == kWideRows ? 3 : 1) * static_cast<size_t>(tile_capacity(groups, rows, n, width)) * sizeof(Tile);
+}
+
+void make_plan(const int* first_row, const Plan& plan, cudaStream_t stream) {
+  check_sizes(plan.groups, plan.rows, plan.n, plan.width);
+  require(first_row && aligned(plan.workspace, 256),
+          "first_row is missing or the workspace is not aligned to 256 bytes");
+  plan_kernel<<<plan.groups, 256, 0, stream>>>(first_row, plan.width, plan.n / kRecordRows, workspace_of(plan));
+  check_cuda(cudaGetLastError(), "grouped_linear: launching the plan");
+}
+
+void linear(const Weights& weights, const Activations& activations, const Plan& plan, uint16_t* out,
+            cudaStream_t stream) {
+  check_product(weights, activations, plan);
+  require(aligned(out, 16), "out must be aligned to 16 bytes");
+  Problem p{};
+  p.out = out;
+  launch_product(weights, activations, plan, Epilogue::bf16, p, stream);
+}
+
+void linear_swiglu(const Weights& weights, const Activations& activations, const Plan& plan, const float* route_weight,
+                   float limit, uint8_t* hidden, float* hidden_scales, cudaStream_t stream) {
+  check_product(weights, activations, plan);
+  require(aligned(hidden, 16) && hidden_scales, "hidden must be aligned to 16 bytes and hidden_scales be given");
+  Problem p{};
+  p.hidden = hidden, p.hidden_scales = hidden_scales, p.route_weight = route_weight;
+  p.limit = limit > 0 ? limit : std::numeric_limits<float>::infinity();
+  launch_product(weights, activations, plan, Epilogue::swiglu, p, stream);
+}
+
+}  // namespace plumb::kernels::grouped_linear

@@ -1,0 +1,90 @@
+// Activations between products: bf16 -> e4m3 with a power-of-two scale for 128 channels, and clamped SwiGLU before it.
+// Both are bound by memory; a warp takes one block of 128 channels of a row, a lane four neighbours of it.
+#include <limits>
+
+#include "kernels/grouped_linear/activation.cuh"
+#include "kernels/grouped_linear/grouped_linear.h"
+#include "kernels/grouped_linear/launch.cuh"
+
+namespace plumb::kernels::grouped_linear {
+namespace {
+
+constexpr int kWarps = 8;     // of a block; each takes a row
+constexpr int kInFlight = 4;  // K blocks of a warp
+
+// Quantises the warp's 128 values, four a lane at places 4 lane ..., and returns the scale.
+__device__ __forceinline__ float quantise_block(uint32_t first, uint32_t second, uint8_t* out) {
+  float amax = largest_of_pair(max_magnitude(max_magnitude(0, first), second));
+#pragma unroll
+  for (int step = 16; step; step /= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
+  const float scale = fp8_scale(amax);
+  reinterpret_cast<uint32_t*>(out)[threadIdx.x % 32] = quantise_four(first, second, inverse_of_power(scale));
+  return scale;
+}
+
+__global__ void __launch_bounds__(32 * kWarps)
+    quantise_kernel(const uint16_t* x, const int* source_row, int rows, int k, uint8_t* values, float* scales) {
+  const int row = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (row >= rows) return;
+  const uint16_t* source = x + static_cast<size_t>(source_row ? source_row[row] : row) * k + k_of_place(4 * lane);
+  for (int first = 0; first < k; first += kInFlight * kBlock) {
+    uint2 v[kInFlight];
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i)
+      if (first + i * kBlock < k) v[i] = *reinterpret_cast<const uint2*>(source + first + i * kBlock);
+#pragma unroll
+    for (int i = 0; i < kInFlight; ++i) {
+      const int column = first + i * kBlock;
+      if (column >= k) break;
+      const float scale = quantise_block(v[i].x, v[i].y, values + static_cast<size_t>(row) * k + column);
+      if (lane == 0) scales[static_cast<size_t>(row) * block_stride(k) + column / kBlock] = scale;
+    }
+  }
+}
+
+// gate_up [rows, n] in record order. A lane's four hidden units come from weight rows 16 (lane % 8) + 2 (lane / 8) +
+// {0, 1} and the same + 8 (place_of_row).
+__global__ void __launch_bounds__(32 * kWarps)
+    swiglu_kernel(const uint16_t* gate_up, int rows, int n, const float* route_weight, float limit, uint8_t* hidden,
+                  float* hidden_scales) {
+  const int row = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (row >= rows) return;
+  const float weight = route_weight ? route_weight[row] : 1.0f;
+  const uint16_t* source = gate_up + static_cast<size_t>(row) * n + lane % 8 * 16 + lane / 8 * 2;
+#pragma unroll 4
+  for (int record = 0; record < n / kRecordRows; ++record) {
+    uint32_t v[2][2], h[2];  // gate or up, first or second pair
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      v[i / 2][i % 2] = *reinterpret_cast<const uint32_t*>(source + record * kRecordRows + i / 2 * kBlock + i % 2 * 8);
+    h[0] = swiglu_pair(v[0][0], v[1][0], limit, weight), h[1] = swiglu_pair(v[0][1], v[1][1], limit, weight);
+    const float scale = quantise_block(h[0], h[1], hidden + static_cast<size_t>(row) * (n / 2) + record * kBlock);
+    if (lane == 0) hidden_scales[static_cast<size_t>(row) * block_stride(n / 2) + record] = scale;
+  }
+}
+
+int blocks_for(int rows) { return (rows + kWarps - 1) / kWarps; }
+
+}  // namespace
+
+void quantise_rows(const uint16_t* x, const int* source_row, int rows, int k, uint8_t* values, float* scales,
+                   cudaStream_t stream) {
+  if (rows <= 0 || k <= 0 || k % kBlock != 0)
+    throw std::invalid_argument("quantise_rows: rows = " + std::to_string(rows) +
+                                " must be positive and k = " + std::to_string(k) + " a positive multiple of 128");
+  quantise_kernel<<<blocks_for(rows), 32 * kWarps, 0, stream>>>(x, source_row, rows, k, values, scales);
+  check_cuda(cudaGetLastError(), "quantise_rows");
+}
+
+void swiglu_quantise(const uint16_t* gate_up, int rows, int n, const float* route_weight, float limit, uint8_t* hidden,
+                     float* hidden_scales, cudaStream_t stream) {
+  if (rows <= 0 || n <= 0 || n % kRecordRows != 0)
+    throw std::invalid_argument("swiglu_quantise: rows = " + std::to_string(rows) +
+                                " must be positive and n = " + std::to_string(n) + " a positive multiple of 256");
+  swiglu_kernel<<<blocks_for(rows), 32 * kWarps, 0, stream>>>(
+      gate_up, rows, n, route_weight, limit > 0 ? limit : std::numeric_limits<float>::infinity(), hidden,
+      hidden_scales);
+  check_cuda(cudaGetLastError(), "swiglu_quantise");
+}
+
+}  // namespace plumb::kernels::grouped_linear

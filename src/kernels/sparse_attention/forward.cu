@@ -1,0 +1,373 @@
+// Sparse attention forward. One persistent CTA an SM takes every gridDim.x-th item, four warpgroups:
+//   warpgroups 0, 1   consumers. Warpgroup g scores the blocks in key buffer g, every other block (S = Q K^T, softmax).
+//                     It adds all blocks, in order, to its own half of the output columns (O += P V; its own P from
+//                     registers, the other's from shared memory). So one group's softmax runs beside the products of
+//                     the other.
+//   warpgroups 2, 3   producers. They gather Q and the key rows, 16 bytes a copy, the left half of the columns first:
+//                     scores can start on it, and each half is free again when its warpgroup has added the block.
+// V is the same shared-memory block as K, read with its rows contracted.
+#include <algorithm>
+#include <type_traits>
+
+#include "kernels/sparse_attention/tile.cuh"
+
+namespace plumb::kernels {
+namespace attention {
+namespace {
+
+using namespace hopper;
+
+constexpr int kThreads = 512, kConsumers = 256;
+
+struct Shared {
+  alignas(1024) uint8_t q[2][kHalfBytes];  // [column half], four panels of 64 heads x 64 columns
+  uint8_t keys[2][2][kHalfBytes];          // [buffer][column half]
+  uint8_t weights[2][kPanelBytes];         // [buffer] P of the block as bf16, 64 heads x 64 keys
+  float reference[2][kTileHeads];          // [buffer] the softmax's reference after this block
+  float sums[2][2][kTileHeads];      // [item parity][warpgroup] sum of its weights, relative to the last reference
+  alignas(8) uint8_t present[2][8];  // [buffer] bit k of byte w: entry 8 w + k of the block is a key
+  uint64_t q_full, q_empty;
+  uint64_t keys_full[2][2], keys_empty[2][2];  // [buffer][column half]
+  uint64_t weights_full[2];  // [buffer] weights and reference. They are free again when the buffer's keys are.
+};
+
+__device__ __forceinline__ int block_count(const Item& item) { return max(1, (item.length + kBlock - 1) / kBlock); }
+
+__device__ __forceinline__ void produce(Shared& s, const SparseAttentionForward& p, int items) {
+  const int tiles = p.heads / kTileHeads;
+  const int warp = (threadIdx.x - kConsumers) >> 5, lane = threadIdx.x & 31, first_row = warp * 8;
+  const int my_row = first_row + (lane & 7);
+  const uint8_t* kv = static_cast<const uint8_t*>(p.kv);
+  uint32_t block = 0, item_number = 0;  // of this CTA
+  Item item = item_at(p.lists, tiles, blockIdx.x);
+  int entry = list_entry(p.lists, item, my_row);  // loaded one block ahead: entries come from device memory
+  for (int index = blockIdx.x; index < items; index += gridDim.x, ++item_number) {
+    const Item next = item_at(p.lists, tiles, min(index + static_cast<int>(gridDim.x), items - 1));
+    const uint8_t* heads =
+        static_cast<const uint8_t*>(p.q) + static_cast<size_t>(index) * kTileBytes + first_row * kRowBytes;
+    barrier_wait(&s.q_empty, (item_number & 1) ^ 1);
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half)
+      gather_rows<8, kPanelBytes>(s.q[half], first_row,
+                                  [&](int r, bool&) { return heads + r * kRowBytes + half * 512; });
+    copy_commit();
+    for (int b = 0, blocks = block_count(item); b < blocks; ++b, ++block) {
+      const int buffer = block & 1, mine = entry;
+      const uint32_t parity = ((block >> 1) & 1) ^ 1;
+      entry = b + 1 < blocks ? list_entry(p.lists, item, (b + 1) * kBlock + my_row) : list_entry(p.lists, next, my_row);
+      const uint32_t present = __ballot_sync(~0u, mine >= 0);
+      bool left_published = false;
+#pragma unroll 1
+      for (int half = 0; half < 2; ++half) {
+        if (half == 1 && !barrier_test(&s.keys_empty[buffer][1], parity)) {
+          publish<0>(&s.keys_full[buffer][0]);
+          left_published = true;
+        }
+        barrier_wait(&s.keys_empty[buffer][half], parity);
+        gather_rows<8, kPanelBytes>(s.keys[buffer][half], first_row, [&](int r, bool& is_key) {
+          const int row = __shfl_sync(~0u, mine, r);
+          is_key = row >= 0;
+          return kv + static_cast<size_t>(max(row, 0)) * kRowBytes + half * 512;
+        });
+        copy_commit();
+        if (half == 0) {
+          if (lane == 0) s.present[buffer][warp] = static_cast<uint8_t>(present);
+          if (b == 0) publish<1>(&s.q_full);  // Q is older than the keys
+        }
+      }
+      if (!left_published) publish<1>(&s.keys_full[buffer][0]);
+      publish<0>(&s.keys_full[buffer][1]);
+    }
+    item = next;
+  }
+}
+
+// S += Q K^T over one half of the columns, 64 heads x 64 keys; first clears S.
+__device__ __forceinline__ void issue_scores(float (&scores)[32], uint32_t q, uint32_t keys, bool first) {
+#pragma unroll
+  for (int step = 0; step < 16; ++step) {
+    const uint32_t offset = (step / 4) * kPanelBytes + (step % 4) * 32;
+    wgmma<kColumnsContracted, kColumnsContracted>(scores, tile_descriptor(q + offset), tile_descriptor(keys + offset),
+                                                  !first || step > 0);
+  }
+}
+
+// O += P V for 256 columns, in two products of 128 (with 512 threads the compiler starts from 128 registers a thread
+// and refuses one with 128 accumulators). P is a shared-memory address or fragments in registers.
+template <class Weights>
+__device__ __forceinline__ void issue_values(float (&o)[2][64], const Weights& weights, uint32_t values) {
+#pragma unroll
+  for (int step = 0; step < kBlock / 16; ++step)
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      const uint64_t v = tile_descriptor(values + part * 2 * kPanelBytes + step * 2048, kPanelBytes);
+      if constexpr (std::is_same_v<Weights, uint32_t>)
+        wgmma<kColumnsContracted, kRowsContracted>(o[part], tile_descriptor(weights + step * 32), v, true);
+      else
+        wgmma<kRowsContracted>(o[part], weights[step], v, true);
+    }
+  wgmma_commit();
+}
+
+// Largest and sum of a lane's sixteen scores of one row: four independent chains, then a fixed tree.
+template <class Combine>
+__device__ __forceinline__ float reduce_row(const float (&x)[32], int half, const Combine& combine) {
+  float part[4];
+#pragma unroll
+  for (int c = 0; c < 4; ++c) {
+    const int at = 8 * c + 2 * half;
+    part[c] = combine(combine(x[at], x[at + 1]), combine(x[at + 4], x[at + 5]));
+  }
+  return combine(combine(part[0], part[1]), combine(part[2], part[3]));
+}
+
+__device__ __forceinline__ void rescale_rows(float (&o)[2][64], const float (&factor)[2]) {
+  // The usual case once the reference has settled; exact either way.
+  if (__all_sync(~0u, factor[0] == 1.f && factor[1] == 1.f)) return;
+#pragma unroll
+  for (int i = 0; i < 128; ++i) o[i >> 6][i & 63] *= factor[(i >> 1) & 1];
+}
+
+// The online softmax of the two rows (heads) that a lane shares with three neighbours, in log2 units: weights are
+// exp2(score * scale2 - origin).
+//
+// The reference is the largest score of some block so far. It moves only when a block has one more than 2^8 times
+// heavier: weights up to 256 are as exact as weights up to 1 in bf16 and FP32, and rescaling O, which stalls the
+// products, becomes rare. Products that two places of the code must agree on are rounded explicitly, so that no
+// compiler fuses one of them.
+struct Softmax {
+  static constexpr float kSlack = 8;
+  float scale2;            // scale * log2(e)
+  float reference[2];      // after the latest block; -inf before the first key
+  float own_reference[2];  // what sum is relative to
+  float sum[2];            // of this lane's weights, of the blocks that this warpgroup scored
+
+  // No key yet: any finite origin makes every weight 0.
+  __device__ float origin(int half) const { return reference[half] == -INFINITY ? 0.f : reference[half]; }
+  __device__ float reference_for(int half, float largest_score) const {
+    const float largest = __fmul_rn(largest_score, scale2);
+    return largest - reference[half] > kSlack ? largest : reference[half];  // false for -inf on both sides (NaN)
+  }
+  // Takes the reference of a later block; returns the factors for sums relative to the old one.
+  __device__ void move(const float (&to)[2], float (&factor)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float old = reference[half];
+      reference[half] = to[half];
+      factor[half] = exp2_fast(old - origin(half));
+    }
+  }
+  // Makes sum relative to the present reference.
+  __device__ void rebase(int half) {
+    sum[half] = __fmul_rn(sum[half], exp2_fast(own_reference[half] - origin(half)));
+    own_reference[half] = reference[half];
+  }
+};
+
+__device__ __forceinline__ void hide_absent(float (&scores)[32], const uint8_t (&present)[8]) {
+  const uint32_t low = reinterpret_cast<const uint32_t*>(present)[0],
+                 high = reinterpret_cast<const uint32_t*>(present)[1];
+  if ((low & high) == ~0u) return;
+  const int quad = threadIdx.x & 3;
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    const int key = (i >> 2) * 8 + quad * 2 + (i & 1);
+    if (!(((i < 16 ? low : high) >> (key & 31)) & 1)) scores[i] = -INFINITY;
+  }
+}
+
+__device__ __forceinline__ void consume(Shared& s, const SparseAttentionForward& p, int items) {
+  const int tiles = p.heads / kTileHeads;
+  const int group = threadIdx.x >> 7, other = group ^ 1, lane = threadIdx.x & 31, quad = lane & 3;
+  const int row = ((threadIdx.x & 127) >> 5) * 16 + (lane >> 2);
+  const uint32_t q = shared_address(s.q);
+  uint32_t first_block = 0, item_number = 0;  // of this CTA
+  float o[2][64];
+  Softmax softmax{p.scale * kLog2e};
+
+  // O += P V for a block that the other warpgroup scored.
+  const auto add_block_of_other = [&](uint32_t block, bool first) {
+    barrier_wait(&s.weights_full[other], (block >> 1) & 1);
+    const float to[2] = {s.reference[other][row], s.reference[other][row + 8]};
+    float factor[2];
+    softmax.move(to, factor);
+    if (!first) rescale_rows(o, factor);
+    wgmma_fence();
+    issue_values(o, shared_address(s.weights[other]), shared_address(s.keys[other][group]));
+  };
+
+  int blocks = block_count(item_at(p.lists, tiles, blockIdx.x));
+  for (int index = blockIdx.x; index < items; index += gridDim.x, ++item_number) {
+    const int next_blocks = block_count(item_at(p.lists, tiles, min(index + static_cast<int>(gridDim.x), items - 1)));
+    const int first_own = (first_block & 1) == group ? 0 : 1;
+#pragma unroll
+    for (int i = 0; i < 128; ++i) o[i >> 6][i & 63] = 0.f;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      softmax.reference[half] = softmax.own_reference[half] = -INFINITY;
+      softmax.sum[half] = 0.f;
+    }
+    if (first_own >= blocks && lane == 0) barrier_arrive(&s.q_empty);
+    for (int b = first_own; b < blocks; b += 2) {
+      const uint32_t parity = ((first_block + b) >> 1) & 1;
+      const bool first = b == first_own;
+      // The other's block may be added before or after the scores are issued. Before, if the keys are not there yet:
+      // the block's keys can be given back earlier. All four warps must agree on the order.
+      bool scores_first = true;
+      if (b > 0) {
+        bool there;
+        do {
+          there = !first || barrier_test(&s.q_full, item_number & 1);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) there &= barrier_test(&s.keys_full[group][half], parity);
+        } while (!there && !barrier_test(&s.weights_full[other], ((first_block + b - 1) >> 1) & 1));
+        scores_first = named_all(2 + group, 128, there);
+        if (!scores_first) {
+          add_block_of_other(first_block + b - 1, b == 1);
+          wgmma_wait<0>();
+          pin(o[0]), pin(o[1]);
+          if (lane == 0) barrier_arrive(&s.keys_empty[other][group]);
+        }
+      }
+      float scores[32];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {  // the second half may still be on its way
+        if (first && half == 0) barrier_wait(&s.q_full, item_number & 1);
+        barrier_wait(&s.keys_full[group][half], parity);
+        wgmma_fence();
+        issue_scores(scores, q + half * kHalfBytes, shared_address(s.keys[group][half]), half == 0);
+      }
+      wgmma_commit();
+      if (b > 0 && scores_first) {
+        add_block_of_other(first_block + b - 1, b == 1);
+        wgmma_wait<1>();
+      } else {
+        wgmma_wait<0>();
+      }
+      pin(scores);
+      if (b + 2 >= blocks && lane == 0) barrier_arrive(&s.q_empty);
+      hide_absent(scores, s.present[group]);
+      float to[2], factor[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float top = reduce_row(scores, half, [](float x, float y) { return fmaxf(x, y); });
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+        to[half] = softmax.reference_for(half, top);
+      }
+      softmax.move(to, factor);
+      const float origin[2] = {softmax.origin(0), softmax.origin(1)};
+      uint32_t weights[4][4];  // P as operand fragments, 16 keys each
+#pragma unroll
+      for (int i = 0; i < 32; i += 2) {
+        const int half = (i >> 1) & 1;
+        scores[i] = exp2_fast(fmaf(scores[i], softmax.scale2, -origin[half]));
+        scores[i + 1] = exp2_fast(fmaf(scores[i + 1], softmax.scale2, -origin[half]));
+        weights[i >> 3][(i >> 1) & 3] = pack_bf16(scores[i], scores[i + 1]);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        softmax.rebase(half);
+        softmax.sum[half] += reduce_row(scores, half, [](float x, float y) { return x + y; });
+      }
+      wgmma_wait<0>();  // the other's block
+      pin(o[0]), pin(o[1]);
+      if (b > 0 && scores_first && lane == 0) barrier_arrive(&s.keys_empty[other][group]);
+      const uint32_t tile = shared_address(s.weights[group]);
+#pragma unroll
+      for (int g = 0; g < 8; ++g) {
+        store_shared(tile + swizzled(row, g) + quad * 4, weights[g >> 1][2 * (g & 1)]);
+        store_shared(tile + swizzled(row + 8, g) + quad * 4, weights[g >> 1][2 * (g & 1) + 1]);
+      }
+      if (quad == 0) s.reference[group][row] = to[0], s.reference[group][row + 8] = to[1];
+      async_proxy_fence();
+      __syncwarp();
+      if (lane == 0) barrier_arrive(&s.weights_full[group]);
+      if (b > 0) rescale_rows(o, factor);
+      wgmma_fence();
+      issue_values(o, weights, shared_address(s.keys[group][group]));
+      wgmma_wait<0>();
+      pin(o[0]), pin(o[1]);
+      if (lane == 0) barrier_arrive(&s.keys_empty[group][group]);
+    }
+    if (((first_block + blocks - 1) & 1) == other) {  // the last block was the other's
+      add_block_of_other(first_block + blocks - 1, blocks == 1);
+      wgmma_wait<0>();
+      pin(o[0]), pin(o[1]);
+      if (lane == 0) barrier_arrive(&s.keys_empty[other][group]);
+    }
+
+    float(&sums)[2][kTileHeads] = s.sums[item_number & 1];
+    float factor[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      softmax.rebase(half);
+      float& sum = softmax.sum[half];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      if (quad == 0) sums[group][row + 8 * half] = sum;
+    }
+    named_sync(1, kConsumers);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int head = row + 8 * half;
+      const float sink2 = __ldg(p.sink + (index & (tiles - 1)) * kTileHeads + head) * kLog2e,
+                  top2 = softmax.reference[half];
+      const float common = fmaxf(top2, sink2);  // a sink far above all keys must not overflow
+      const float shrink = exp2_fast(top2 - common);
+      const float denominator = (softmax.sum[half] + sums[other][head]) * shrink + exp2_fast(sink2 - common);
+      factor[half] = shrink / denominator;
+      if (group == 0 && quad == 0)
+        p.lse[static_cast<size_t>(index) * kTileHeads + head] = (common + __log2f(denominator)) * kLn2;
+    }
+    __nv_bfloat16* out =
+        static_cast<__nv_bfloat16*>(p.o) + (static_cast<size_t>(index) * kTileHeads + row) * kDim + group * (kDim / 2);
+    store_rows_bf16<16>(o[0], factor[0], factor[1], out, 8 * kDim);
+    store_rows_bf16<16>(o[1], factor[0], factor[1], out + 128, 8 * kDim);
+    first_block += blocks;
+    blocks = next_blocks;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_constant__ SparseAttentionForward p) {
+  extern __shared__ __align__(1024) uint8_t raw[];
+  Shared& s = *reinterpret_cast<Shared*>(raw);
+  if (threadIdx.x == 0) {
+    barrier_init(&s.q_full, 8);
+    barrier_init(&s.q_empty, 8);  // arrivals are one a warp: 8 consumer warps
+    for (int i = 0; i < 2; ++i) {
+      barrier_init(&s.weights_full[i], 4);
+      for (int half = 0; half < 2; ++half) {
+        barrier_init(&s.keys_full[i][half], 8);
+        barrier_init(&s.keys_empty[i][half], 4);  // the warpgroup that reads this half as values; scores come before
+      }
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+  const int items = p.queries * (p.heads / kTileHeads);
+  if (threadIdx.x >= kConsumers) {
+    registers_down<48>();
+    produce(s, p, items);
+  } else {
+    registers_up<208>();
+    consume(s, p, items);
+  }
+}
+
+}  // namespace
+}  // namespace attention
+
+cudaError_t sparse_attention_forward(const SparseAttentionForward& p, cudaStream_t stream) {
+  using namespace attention;
+  if (p.queries < 0 || (p.heads != 64 && p.heads != 128) || !(p.scale > 0)) return cudaErrorInvalidValue;
+  if (p.queries == 0) return cudaSuccess;
+  const cudaError_t error =
+      cudaFuncSetAttribute(forward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
+  if (error != cudaSuccess) return error;
+  const int items = p.queries * (p.heads / kTileHeads);
+  forward_kernel<<<std::min(multiprocessors(), items), kThreads, sizeof(Shared), stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace plumb::kernels

@@ -1,0 +1,44 @@
+#include "train/optimizer.h"
+
+namespace plumb {
+
+OptimizerOptions optimizer_options(const RunConfig& config) {
+  const TrainKeys& t = config.train;
+  OptimizerOptions o;
+  o.adamw = {t.beta1, t.beta2, t.eps, t.weight_decay};
+  o.use_muon = config.command == RunCommand::pretrain && config.pretrain.optimizer == "muon";
+  o.muon = {config.pretrain.muon_momentum, t.weight_decay};
+  return o;
+}
+
+Optimizer::Optimizer(const Trainee& trainee, const OptimizerOptions& options) : options_(options) {
+  for (const Parameter& p : trainee.parameters) {
+    Moments& m = moments_.emplace_back();
+    m.first = Tensor::zeros(p.master.shape());
+    if (!by_muon(p)) m.second = Tensor::zeros(p.master.shape());
+  }
+}
+
+void Optimizer::step(Trainee& trainee, double lr, double grad_scale, int64_t step) {
+  for (size_t i = 0; i < moments_.size(); ++i) {
+    const Parameter& p = trainee.parameters[i];
+    const Moments& m = moments_[i];
+    if (by_muon(p))
+      muon_step(p.master, p.grad, m.first, p.blocks, options_.muon, lr, grad_scale);
+    else
+      adamw_step(p.master, p.grad, m.first, m.second, options_.adamw, lr, grad_scale, step);
+  }
+  publish(trainee);
+}
+
+std::vector<std::pair<std::string, Tensor>> Optimizer::state(const Trainee& trainee) const {
+  std::vector<std::pair<std::string, Tensor>> list;
+  for (size_t i = 0; i < moments_.size(); ++i) {
+    const Parameter& p = trainee.parameters[i];
+    list.emplace_back((by_muon(p) ? "muon." : "adam_m.") + p.name, moments_[i].first);
+    if (!by_muon(p)) list.emplace_back("adam_v." + p.name, moments_[i].second);
+  }
+  return list;
+}
+
+}  // namespace plumb

@@ -1,0 +1,65 @@
+#include "train/sft.h"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "base/error.h"
+#include "base/log.h"
+#include "base/parallel.h"
+#include "model/adapter_files.h"
+
+namespace plumb {
+namespace {
+
+// A loaded adapter may share memory with its file or with others: training gets its own copy.
+std::shared_ptr<Adapter> own_copy(const Adapter& from) {
+  auto adapter = std::make_shared<Adapter>(from);
+  for (LayerLora& layer : adapter->layers) {
+    LayerLoraGrad none;
+    visit_lora(layer, none, [](const std::string&, LoraPair& pair, LoraGrad&) {
+      if (pair.defined()) pair.a = pair.a.clone(), pair.b = pair.b.clone();
+    });
+  }
+  return adapter;
+}
+
+std::shared_ptr<Adapter> first_adapter(const RunConfig& config, const ModelConfig& model) {
+  if (config.lora.init.empty()) return fresh_adapter(model, config.lora, static_cast<uint64_t>(config.train.seed));
+  std::shared_ptr<Adapter> adapter = own_copy(*load_adapter(config.lora.init, model));
+  if (adapter->rank != config.lora.rank || adapter->alpha != static_cast<float>(config.lora.alpha))
+    log_info("{}: rank {} and alpha {} of this adapter are used", config.lora.init, adapter->rank, adapter->alpha);
+  return adapter;
+}
+
+}  // namespace
+
+void print_inputs(const RunConfig& config, const ModelConfig& model, const TrainingData& data) {
+  auto line = [](const char* name, const std::string& text) { log_info("{:14} {}", name, text); };
+  auto describe = [](const std::vector<Sample>& samples) {
+    int64_t tokens = 0, trained = 0;
+    for (const Sample& s : samples) tokens += static_cast<int64_t>(s.tokens.size()), trained += s.trained();
+    return fmt::format("{} samples, {} tokens, {} of them trained", with_commas(static_cast<int64_t>(samples.size())),
+                       with_commas(tokens), with_commas(trained));
+  };
+  line("model", fmt::format("{}: {} layers, hidden size {}, {} experts, numerics {}", config.model.path,
+                            model.num_hidden_layers, model.hidden_size, model.n_routed_experts, config.model.numerics));
+  line("data", fmt::format("{} ({}): {}", config.data.train, data.format, describe(data.train)));
+  if (!data.eval.empty())
+    line("evaluation",
+         fmt::format("{}: {}", config.data.eval.empty() ? "held out" : config.data.eval, describe(data.eval)));
+  line("output", config.output.dir);
+}
+
+RunSummary run_sft(const RunConfig& config, const LoopHooks& hooks) {
+  if (config.machine.threads > 0) set_thread_count(static_cast<int>(config.machine.threads));
+  const RunDirectory directory = open_run_directory(config);
+  std::shared_ptr<ResidentWeights> weights = load_weights(Checkpoint::open(config.model.path));
+  const TrainingData data = load_training_data(config, weights->model);
+  const std::unique_ptr<Trainee> trainee = lora_trainee(weights, first_adapter(config, weights->model));
+  print_inputs(config, weights->model, data);
+  log_info("{:14} {} parameters: LoRA of rank {}, alpha {}, on {}", "trained", with_commas(parameter_count(*trainee)),
+           trainee->adapter->rank, trainee->adapter->alpha, fmt::join(trainee->adapter->targets, ", "));
+  return run_loop(config, *trainee, data, directory, hooks);
+}
+
+}  // namespace plumb

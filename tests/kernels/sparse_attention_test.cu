@@ -1,0 +1,490 @@
+// Sparse attention forward and backward against a plain FP64 version on the GPU, over lists that a careless kernel gets
+// wrong; and the bits: a query alone, moved, repeated.
+#include <cuda_bf16.h>
+#include <cuda_runtime.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "kernels/sparse_attention/sparse_attention.h"
+
+namespace {
+
+using namespace plumb::kernels;
+constexpr int kDim = kAttentionDim;
+constexpr double kScale = 0.044194173824159216;  // 512^-1/2
+using Bf16 = __nv_bfloat16;
+
+void check(cudaError_t error) { ASSERT_EQ(error, cudaSuccess) << cudaGetErrorString(error); }
+
+template <class T>
+struct Buffer {
+  T* data = nullptr;
+  size_t count;
+  explicit Buffer(size_t n) : count(n) {
+    check(cudaMalloc(&data, std::max<size_t>(n, 1) * sizeof(T)));
+    check(cudaMemset(data, 0xff, n * sizeof(T)));  // poison: NaN
+  }
+  explicit Buffer(const std::vector<T>& host) : Buffer(host.size()) { upload(host); }
+  Buffer(const Buffer&) = delete;
+  ~Buffer() { cudaFree(data); }
+  void upload(const std::vector<T>& host) {
+    check(cudaMemcpy(data, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+  }
+  void poison() { check(cudaMemset(data, 0xff, count * sizeof(T))); }
+  std::vector<T> host() const {
+    std::vector<T> copy(count);
+    check(cudaMemcpy(copy.data(), data, count * sizeof(T), cudaMemcpyDeviceToHost));
+    return copy;
+  }
+};
+template <class T>
+bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+}
+
+// ---- lists ----
+using Lists = std::vector<std::vector<int>>;
+
+Lists odd_lists(int queries, int rows, int seed) {
+  std::mt19937 random(seed);
+  const int lengths[] = {1, 2, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 191, 200};
+  Lists lists(queries);
+  for (int t = 0; t < queries; ++t) {
+    auto& list = lists[t];
+    if (t % 9 == 0) continue;  // no entry at all
+    list.resize(lengths[random() % 14]);
+    const int kind = t % 9;
+    for (size_t k = 0; k < list.size(); ++k) {
+      const int any = random() % rows;
+      list[k] = kind == 1   ? -1                                 // entries, but no key
+                : kind == 2 ? (k + 1 == list.size() ? any : -1)  // one key, last
+                : kind == 3 ? (random() % 2 ? any : -1)          // holes
+                : kind == 4 ? any % 5                            // duplicates
+                : kind == 5 ? 3                                  // one key many times
+                : kind == 6 ? (k < 64 ? -1 : any)                // first block empty
+                            : any;
+    }
+  }
+  return lists;
+}
+// What a training row has: a window, then sorted selected entries, most of them the neighbour's too.
+Lists near_lists(int queries, int window, int selected, int rows) {
+  std::mt19937 random(5);
+  Lists lists(queries);
+  std::vector<int> entries;
+  for (int c = 0; c < selected; ++c) entries.push_back(queries + random() % (rows - queries));
+  for (int t = 0; t < queries; ++t) {
+    for (int k = std::max(0, t - window + 1); k <= t; ++k) lists[t].push_back(k);
+    for (int& e : entries)
+      if (random() % 7 == 0) e = queries + random() % (rows - queries);
+    auto sorted = entries;
+    std::sort(sorted.begin(), sorted.end());
+    lists[t].insert(lists[t].end(), sorted.begin(), sorted.end());
+  }
+  return lists;
+}
+Lists long_lists(int rows) {
+  std::mt19937 random(3);
+  Lists lists;
+  for (int length : {4096, 1, 4095, 2049, 1000, 640, 0, 3000})
+    for (lists.emplace_back(length); int& row : lists.back()) row = random() % rows;
+  return lists;
+}
+
+// ---- inputs ----
+std::vector<Bf16> normal(size_t count, int seed, float deviation = 1) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> draw(0, deviation);
+  std::vector<float> pool(65537);  // co-prime to all sizes: rows differ
+  for (float& x : pool) x = draw(random);
+  std::vector<Bf16> values(count);
+  for (size_t i = 0; i < count; ++i) values[i] = __float2bfloat16(pool[(i + i / 65537 * 977) % 65537]);
+  return values;
+}
+
+struct Problem {
+  int queries, heads, rows;
+  std::vector<int> begin{0}, row;
+  std::vector<Bf16> q, kv, d_o;
+  std::vector<float> sink;
+  Problem(const Lists& lists, int heads, int rows, float q_deviation = 1, float sink_size = 3)
+      : queries(static_cast<int>(lists.size())), heads(heads), rows(rows) {
+    for (const auto& list : lists) {
+      row.insert(row.end(), list.begin(), list.end());
+      begin.push_back(static_cast<int>(row.size()));
+    }
+    q = normal(head_count() * kDim, 1, q_deviation);
+    kv = normal(static_cast<size_t>(rows) * kDim, 2);
+    d_o = normal(head_count() * kDim, 3);
+    for (int h = 0; h < heads; ++h) sink.push_back(std::sin(h * 1.7f) * sink_size);
+  }
+  size_t head_count() const { return static_cast<size_t>(queries) * heads; }
+};
+
+struct Forward {
+  Buffer<Bf16> q, kv, o;
+  Buffer<int> begin, row;
+  Buffer<float> sink, lse;
+  SparseAttentionForward arguments;
+  explicit Forward(const Problem& p)
+      : q(p.q), kv(p.kv), o(p.q.size()), begin(p.begin), row(p.row), sink(p.sink), lse(p.head_count()) {
+    arguments = {q.data,    kv.data, {begin.data, row.data},    sink.data, o.data, lse.data,
+                 p.queries, p.heads, static_cast<float>(kScale)};
+    run();
+  }
+  void run() {
+    check(sparse_attention_forward(arguments, nullptr));
+    check(cudaDeviceSynchronize());
+  }
+};
+
+struct Backward {
+  Buffer<Bf16> d_o, dq, dkv16;
+  Buffer<float> dkv, d_sink;
+  SparseAttentionBackward arguments;
+  Buffer<uint8_t> workspace;
+  Backward(const Problem& p, const Forward& f)
+      : d_o(p.d_o),
+        dq(p.q.size()),
+        dkv16(p.kv.size()),
+        dkv(p.kv.size()),
+        d_sink(p.heads),
+        arguments{f.q.data,
+                  f.kv.data,
+                  f.arguments.lists,
+                  f.sink.data,
+                  f.o.data,
+                  f.lse.data,
+                  d_o.data,
+                  dq.data,
+                  dkv.data,
+                  false,
+                  d_sink.data,
+                  nullptr,
+                  p.queries,
+                  p.heads,
+                  p.rows,
+                  static_cast<float>(kScale)},
+        workspace(sparse_attention_backward_workspace(arguments)) {
+    arguments.workspace = workspace.data;
+    run();
+  }
+  void run() {
+    check(sparse_attention_backward(arguments, nullptr));
+    check(cudaDeviceSynchronize());
+  }
+  bool repeated() const {
+    uint32_t word;
+    check(cudaMemcpy(&word, workspace.data, 4, cudaMemcpyDeviceToHost));
+    return word == 1;
+  }
+};
+
+// ---- FP64, the formulas of sparse_attention.h and their derivatives as written ----
+__device__ double dot(const Bf16* a, const Bf16* b) {
+  double total = 0;
+  for (int c = 0; c < kDim; ++c) total += static_cast<double>(__bfloat162float(a[c])) * __bfloat162float(b[c]);
+  return total;
+}
+struct ReferenceArguments {
+  const Bf16 *q, *kv, *d_o;
+  const int *begin, *row;
+  const float* sink;
+  int heads;
+  double *weight, *gradient;  // [entries, heads]
+  double *lse, *delta, *o, *dq, *dkv, *d_sink;
+};
+// One CTA a query, one thread a head.
+__global__ void reference_rows(ReferenceArguments a) {
+  const int t = blockIdx.x, h = threadIdx.x;
+  const size_t head = static_cast<size_t>(t) * a.heads + h;
+  const Bf16 *q = a.q + head * kDim, *d_o = a.d_o + head * kDim;
+  double top = a.sink[h];
+  for (int k = a.begin[t]; k < a.begin[t + 1]; ++k) {
+    if (a.row[k] < 0) continue;
+    const double s = dot(q, a.kv + static_cast<size_t>(a.row[k]) * kDim) * kScale;
+    a.weight[static_cast<size_t>(k) * a.heads + h] = s;
+    top = fmax(top, s);
+  }
+  double total = exp(a.sink[h] - top);
+  for (int k = a.begin[t]; k < a.begin[t + 1]; ++k)
+    if (a.row[k] >= 0) total += exp(a.weight[static_cast<size_t>(k) * a.heads + h] - top);
+  const double lse = top + log(total);
+  a.lse[head] = lse;
+  double delta = 0;
+  for (int k = a.begin[t]; k < a.begin[t + 1]; ++k) {
+    if (a.row[k] < 0) continue;
+    double& weight = a.weight[static_cast<size_t>(k) * a.heads + h];
+    weight = exp(weight - lse);
+    delta += weight * dot(d_o, a.kv + static_cast<size_t>(a.row[k]) * kDim);  // = dO . o
+  }
+  a.delta[head] = delta;
+  atomicAdd(a.d_sink + h, -exp(a.sink[h] - lse) * delta);
+  for (int k = a.begin[t]; k < a.begin[t + 1]; ++k)
+    if (a.row[k] >= 0)
+      a.gradient[static_cast<size_t>(k) * a.heads + h] =
+          a.weight[static_cast<size_t>(k) * a.heads + h] *
+          (dot(d_o, a.kv + static_cast<size_t>(a.row[k]) * kDim) - delta) * kScale;
+}
+// One CTA a query, one thread a column.
+__global__ void reference_columns(ReferenceArguments a) {
+  const int t = blockIdx.x, c = threadIdx.x;
+  for (int h = 0; h < a.heads; ++h) {
+    const size_t at = (static_cast<size_t>(t) * a.heads + h) * kDim + c;
+    double o = 0, dq = 0;
+    for (int k = a.begin[t]; k < a.begin[t + 1]; ++k) {
+      if (a.row[k] < 0) continue;
+      const double value = __bfloat162float(a.kv[static_cast<size_t>(a.row[k]) * kDim + c]);
+      const double weight = a.weight[static_cast<size_t>(k) * a.heads + h];
+      const double gradient = a.gradient[static_cast<size_t>(k) * a.heads + h];
+      o += weight * value;
+      dq += gradient * value;
+      atomicAdd(a.dkv + static_cast<size_t>(a.row[k]) * kDim + c,
+                weight * __bfloat162float(a.d_o[at]) + gradient * __bfloat162float(a.q[at]));
+    }
+    a.o[at] = o;
+    a.dq[at] = dq;
+  }
+}
+
+struct Reference {
+  std::vector<double> o, lse, dq, dkv, d_sink;
+  explicit Reference(const Problem& p) {
+    Buffer<Bf16> dev_q(p.q), dev_kv(p.kv), dev_d_o(p.d_o);
+    Buffer<int> dev_begin(p.begin), dev_row(p.row);
+    Buffer<float> dev_sink(p.sink);
+    Buffer<double> weight(p.row.size() * p.heads), gradient(weight.count), lse64(p.head_count()), delta(p.head_count()),
+        o64(p.q.size()), dq64(p.q.size()), dkv64(p.kv.size()), sink64(p.heads);
+    check(cudaMemset(dkv64.data, 0, dkv64.count * 8));
+    check(cudaMemset(sink64.data, 0, sink64.count * 8));
+    const ReferenceArguments a{dev_q.data,    dev_kv.data, dev_d_o.data, dev_begin.data, dev_row.data,
+                               dev_sink.data, p.heads,     weight.data,  gradient.data,  lse64.data,
+                               delta.data,    o64.data,    dq64.data,    dkv64.data,     sink64.data};
+    reference_rows<<<p.queries, p.heads>>>(a);
+    reference_columns<<<p.queries, kDim>>>(a);
+    check(cudaDeviceSynchronize());
+    o = o64.host(), lse = lse64.host(), dq = dq64.host(), dkv = dkv64.host(), d_sink = sink64.host();
+  }
+};
+
+double value(Bf16 x) { return __bfloat162float(x); }
+double value(float x) { return x; }
+
+// |got - want| / |want| over everything; NaN if anything is.
+template <class T>
+double relative_error(const std::vector<T>& got, const std::vector<double>& want) {
+  double error = 0, norm = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    const double difference = value(got[i]) - want[i];
+    error += difference * difference;
+    norm += want[i] * want[i];
+  }
+  return std::sqrt(error / std::max(norm, 1e-300));
+}
+
+// Tolerances, as relative norms. bf16 rounds with a relative deviation of 2^-9 / sqrt(3) = 1.1e-3. o: weights and o
+// itself are rounded, 1.6e-3 together. dq: weights' gradients, and D = dO . o from the rounded o, whose error is of the
+// size of a small dS: up to 4e-3 where few keys share the weight. dkv: weights and gradients. d_sink: D. lse: FP32
+// throughout, a dozen roundings of numbers below 100.
+constexpr double kTolerance = 4e-3, kGradientTolerance = 8e-3, kLseTolerance = 2e-6;
+
+void compare(const Problem& p, const char* name) {
+  SCOPED_TRACE(name);
+  const Reference want(p);
+  Forward f(p);
+  const double eo = relative_error(f.o.host(), want.o), el = relative_error(f.lse.host(), want.lse);
+  EXPECT_LT(eo, kTolerance);
+  EXPECT_LT(el, kLseTolerance);
+  Backward b(p, f);
+  const double eq = relative_error(b.dq.host(), want.dq), ek = relative_error(b.dkv.host(), want.dkv),
+               es = relative_error(b.d_sink.host(), want.d_sink);
+  EXPECT_LT(eq, kGradientTolerance);
+  EXPECT_LT(ek, kTolerance);
+  EXPECT_LT(es, kGradientTolerance);
+  std::printf("%-28s o %.2e lse %.1e dq %.2e dkv %.2e d_sink %.2e%s\n", name, eo, el, eq, ek, es,
+              b.repeated() ? " (repeated)" : "");
+  // bf16 dkv is the FP32 one rounded
+  b.arguments.dkv = b.dkv16.data, b.arguments.dkv_bf16 = true;
+  b.run();
+  const auto wide = b.dkv.host();
+  const auto narrow = b.dkv16.host();
+  size_t different = 0;
+  for (size_t i = 0; i < wide.size(); ++i) different += value(narrow[i]) != value(__float2bfloat16(wide[i]));
+  EXPECT_EQ(different, 0u);
+}
+
+TEST(SparseAttention, Small) {  // also for compute-sanitizer
+  for (int heads : {64, 128})
+    compare(Problem(odd_lists(19, 40, heads), heads, 40), heads == 64 ? "small, 64 heads" : "small, 128 heads");
+  compare(Problem({{7}}, 64, 8), "one query, one key");
+}
+
+TEST(SparseAttention, OddLists) {
+  compare(Problem(odd_lists(301, 400, 1), 64, 400), "odd lists, 64 heads");
+  compare(Problem(odd_lists(150, 400, 2), 128, 400), "odd lists, 128 heads");
+}
+TEST(SparseAttention, NearLists) {
+  compare(Problem(near_lists(640, 128, 100, 1000), 64, 1000), "window and selection");
+}
+TEST(SparseAttention, LongLists) {
+  compare(Problem(long_lists(5000), 64, 5000), "1 to 4,096 keys, 64 heads");
+  compare(Problem(long_lists(3000), 128, 3000), "1 to 4,096 keys, 128 heads");
+}
+// Scores up to a few hundred, sinks up to 100: weights that underflow, sinks above all keys.
+TEST(SparseAttention, LargeScores) {
+  const Problem p(odd_lists(97, 300, 4), 64, 300, 60, 100);
+  const Reference want(p);
+  Forward f(p);
+  EXPECT_LT(relative_error(f.o.host(), want.o), kTolerance);
+  EXPECT_LT(relative_error(f.lse.host(), want.lse), kLseTolerance);
+  Backward b(p, f);
+  // P = exp(s - lse) carries the FP32 error of scores of size 300: 300 * 2^-23 * log2(e) and more; dS cancels where one
+  // key has all the weight, so only NaN and size are looked at.
+  EXPECT_LT(relative_error(b.dkv.host(), want.dkv), 2e-2);
+  for (Bf16 x : b.dq.host()) ASSERT_TRUE(std::isfinite(value(x)));
+}
+
+TEST(SparseAttention, NoKeys) {
+  const Problem p({{}, {-1, -1}, {}}, 64, 4);
+  Forward f(p);
+  const auto o = f.o.host();
+  const auto lse = f.lse.host();
+  for (Bf16 x : o) ASSERT_EQ(value(x), 0);
+  for (size_t i = 0; i < lse.size(); ++i) ASSERT_NEAR(lse[i], p.sink[i % 64], 1e-6);
+  Backward b(p, f);
+  for (Bf16 x : b.dq.host()) ASSERT_EQ(value(x), 0);
+  for (float x : b.dkv.host()) ASSERT_EQ(x, 0);
+  for (float x : b.d_sink.host()) ASSERT_EQ(x, 0);
+}
+
+TEST(SparseAttention, Arguments) {
+  SparseAttentionForward f{};
+  f.heads = 64, f.scale = 1;
+  EXPECT_EQ(sparse_attention_forward(f, nullptr), cudaSuccess);  // no query
+  f.heads = 32;
+  EXPECT_EQ(sparse_attention_forward(f, nullptr), cudaErrorInvalidValue);
+  SparseAttentionBackward b{};
+  b.heads = 64, b.scale = 0;
+  EXPECT_EQ(sparse_attention_backward(b, nullptr), cudaErrorInvalidValue);
+}
+
+// ---- bits ----
+TEST(SparseAttention, ForwardBitsDoNotDependOnPlace) {
+  Lists lists = odd_lists(200, 900, 7);
+  const Lists near = near_lists(200, 64, 60, 900);
+  for (int t = 0; t < 200; t += 2) lists[t] = near[t];
+  const Problem p(lists, 64, 900);
+  Forward base(p);
+  const auto o = base.o.host();
+  const auto lse = base.lse.host();
+  for (int count : {1, 3, 150}) {  // queries of the batch, reversed and mixed, in batches of other sizes
+    std::vector<int> from(count);
+    Lists moved;
+    for (int i = 0; i < count; ++i) moved.push_back(lists[from[i] = ((count - 1 - i) * 7919 + 13) % 200]);
+    Problem m(moved, 64, 900);
+    m.kv = p.kv;
+    for (int i = 0; i < count; ++i)
+      std::copy_n(p.q.begin() + static_cast<size_t>(from[i]) * 64 * kDim, 64 * kDim,
+                  m.q.begin() + static_cast<size_t>(i) * 64 * kDim);
+    Forward f(m);
+    const auto o2 = f.o.host();
+    const auto lse2 = f.lse.host();
+    for (int i = 0; i < count; ++i) {
+      EXPECT_EQ(0, std::memcmp(&o2[static_cast<size_t>(i) * 64 * kDim], &o[static_cast<size_t>(from[i]) * 64 * kDim],
+                               64 * kDim * 2));
+      EXPECT_EQ(0, std::memcmp(&lse2[static_cast<size_t>(i) * 64], &lse[static_cast<size_t>(from[i]) * 64], 64 * 4));
+    }
+  }
+}
+
+// The second tile of 128 heads is the same computation as 64 heads of their own; padding at the end of a list changes
+// nothing.
+TEST(SparseAttention, ForwardBitsDoNotDependOnTileOrPadding) {
+  const Lists lists = odd_lists(60, 300, 8);
+  const Problem wide(lists, 128, 300);
+  Forward both(wide);
+  const auto o = both.o.host();
+  Lists padded = lists;
+  for (size_t t = 0; t < padded.size(); ++t) padded[t].resize(padded[t].size() + t % 130, -1);
+  Problem half(padded, 64, 300);
+  for (int t = 0; t < 60; ++t)
+    std::copy_n(wide.q.begin() + (static_cast<size_t>(t) * 128 + 64) * kDim, 64 * kDim,
+                half.q.begin() + static_cast<size_t>(t) * 64 * kDim);
+  half.sink.assign(wide.sink.begin() + 64, wide.sink.end());
+  Forward second(half);
+  const auto o2 = second.o.host();
+  for (int t = 0; t < 60; ++t)
+    EXPECT_EQ(0, std::memcmp(&o2[static_cast<size_t>(t) * 64 * kDim], &o[(static_cast<size_t>(t) * 128 + 64) * kDim],
+                             64 * kDim * 2))
+        << t;
+}
+
+__global__ void other_work(float* data, int count) {
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x)
+    for (int k = 0; k < 50; ++k) data[i] = data[i] * 0.5f + k;
+}
+TEST(SparseAttention, RepeatsBitwiseBesideOtherWork) {
+  const Problem p(near_lists(700, 128, 100, 1000), 64, 1000);
+  Forward f(p);
+  Backward b(p, f);
+  const auto o = f.o.host(), dq = b.dq.host();
+  const auto lse = f.lse.host(), dkv = b.dkv.host(), d_sink = b.d_sink.host();
+  cudaStream_t side;
+  check(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking));
+  Buffer<float> busy(1 << 22);
+  for (int i = 0; i < 100; ++i) {
+    other_work<<<20 + i, 256, 0, side>>>(busy.data, 1 << 22);
+    f.o.poison(), f.lse.poison(), b.dq.poison(), b.dkv.poison(), b.d_sink.poison();
+    check(sparse_attention_forward(f.arguments, nullptr));
+    check(sparse_attention_backward(b.arguments, nullptr));
+    check(cudaStreamSynchronize(nullptr));
+    ASSERT_TRUE(same_bits(f.o.host(), o) && same_bits(f.lse.host(), lse)) << "forward, run " << i;
+    ASSERT_TRUE(same_bits(b.dq.host(), dq) && same_bits(b.dkv.host(), dkv) && same_bits(b.d_sink.host(), d_sink))
+        << "backward, run " << i;
+  }
+  check(cudaStreamDestroy(side));
+}
+
+// ---- the scale of the fixed-point sums ----
+Problem scaled_gradients(float (*factor)(int query)) {
+  Problem p(near_lists(1100, 32, 16, 1200), 64, 1200);  // the pilot looks at every eighth query
+  for (size_t i = 0; i < p.d_o.size(); ++i)
+    p.d_o[i] = __float2bfloat16(value(p.d_o[i]) * factor(static_cast<int>(i / (64 * kDim))));
+  return p;
+}
+void expect_dkv(const Problem& p, bool repeated) {
+  Forward f(p);
+  Backward b(p, f);
+  EXPECT_EQ(b.repeated(), repeated);
+  EXPECT_LT(relative_error(b.dkv.host(), Reference(p).dkv), kTolerance);
+  const auto first = b.dkv.host();
+  b.run();
+  EXPECT_TRUE(same_bits(b.dkv.host(), first));
+}
+TEST(FixedPoint, OrdinaryGradientsTakeOnePass) {
+  expect_dkv(scaled_gradients([](int) { return 1.f; }), false);
+}
+TEST(FixedPoint, AnySize) {
+  expect_dkv(scaled_gradients([](int) { return 0x1p-70f; }), false);
+  expect_dkv(scaled_gradients([](int) { return 0x1p60f; }), false);
+}
+TEST(FixedPoint, LargeGradientsOutsideTheSampleAreMetByASecondPass) {
+  expect_dkv(scaled_gradients([](int t) { return t / 2 % 4 == 1 ? 4096.f : 1.f; }), true);
+  expect_dkv(scaled_gradients([](int t) { return t == 3 ? 0x1p40f : 1.f; }), true);  // bounds saturate
+}
+TEST(FixedPoint, ZeroAndNaN) {
+  Problem p = scaled_gradients([](int) { return 0.f; });
+  Forward f(p);
+  Backward zero(p, f);
+  for (float x : zero.dkv.host()) ASSERT_EQ(x, 0);
+  p.d_o[12345 * 64] = __float2bfloat16(NAN);
+  Backward bad(p, f);
+  for (float x : bad.dkv.host()) ASSERT_TRUE(std::isnan(x));
+}
+
+}  // namespace
