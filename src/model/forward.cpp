@@ -96,6 +96,16 @@ int first_trained_layer(const ForwardOptions& o, const Gradients& g, int layers)
 
 }  // namespace
 
+int64_t kept_layer_bytes(const ModelConfig& c, int64_t rows) {
+  const int64_t d = c.hidden_size, q = int64_t{c.num_attention_heads} * c.head_dim;
+  const int64_t attention = 4 * q + 2 * c.q_lora_rank + c.o_groups * c.o_lora_rank + 6 * c.head_dim;
+  const int64_t index = c.has(LayerKind::csa) ? int64_t{c.index_n_heads} * c.index_head_dim : 0;
+  const int64_t experts = 3 * c.moe_intermediate_size * (c.num_experts_per_tok + 1) + 2 * c.n_routed_experts;
+  const int64_t keys = c.sliding_window + c.index_topk;  // numbers of the keys in the attention's lists
+  const int64_t floats = (2 * c.hc_mult + 6) * d + attention + index + experts + keys;
+  return floats * rows * c.num_hidden_layers * static_cast<int64_t>(sizeof(float));
+}
+
 ForwardResult forward(WeightStore& weights, const SequencePlan& plan, const ForwardOptions& o) {
   const ModelConfig& c = weights.config();
   PassContext ctx = context(weights, plan, o);

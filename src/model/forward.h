@@ -30,6 +30,9 @@ struct ForwardResult {
   std::vector<LayerSaved> layers;  // keep_layers: [layers]
 };
 
+// What keep_layers costs for a plan of `rows` rows: bytes, within about a tenth.
+int64_t kept_layer_bytes(const ModelConfig& config, int64_t rows);
+
 ForwardResult forward(WeightStore& weights, const SequencePlan& plan, const ForwardOptions& options);
 
 // Gradients of a model; members that are undefined are frozen. Adapters' gradients hang at AdapterBatch::Part::grads.
