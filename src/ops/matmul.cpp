@@ -156,7 +156,10 @@ void matmul(int64_t m, const RowOperand& a, const PanelOperand& b, float* c, int
   const MatmulKernels& kernel = kernels();
   if (m <= kFewRows && b.outputs_are_rows && a.k_stride == 1)
     return few_rows(kernel, m, n, k, a, b, c, ldc, accumulate);
-  const Groups row_blocks(m, kBlockRows);
+  // Several blocks of rows: as many for each thread, unless that makes them so low that widening dominates.
+  const int64_t fewest = (m + kBlockRows - 1) / kBlockRows, even = round_up(fewest, thread_count());
+  const int64_t blocks = fewest > 1 && m / even >= kBlockRows / 3 ? even : fewest;
+  const Groups row_blocks(m, static_cast<int>((m + blocks - 1) / blocks));
   const int64_t wanted = std::max<int64_t>(1, 2 * thread_count() / row_blocks.count);  // blocks across
   const int64_t width = std::clamp(round_up((n + wanted - 1) / wanted, kernel.lanes), int64_t{64}, int64_t{512});
   const int64_t across = (n + width - 1) / width, tasks = row_blocks.count * across;
