@@ -1,5 +1,7 @@
 #include "base/parallel.h"
 
+#include <immintrin.h>
+
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
@@ -21,7 +23,16 @@ int usable_cores() {
   return std::max(1u, std::thread::hardware_concurrency());
 }
 
-// One loop at a time: workers take chunks from a shared counter until none is left.
+// Decoding runs loops of some ten microseconds one after the other; going to sleep between them would cost more than
+// they take. So threads look for work, or for the others' end, a moment before they sleep.
+template <class Condition>
+void spin_until(Condition&& met) {
+  constexpr int kLooks = 400;  // about 20 microseconds
+  for (int i = 0; i < kLooks && !met(); ++i) _mm_pause();
+}
+
+// One loop at a time: threads take chunks from a shared counter until none is left. A worker that comes when the caller
+// has taken the last chunk is not waited for.
 class Pool {
  public:
   explicit Pool(int threads) : threads_(threads) {
@@ -39,16 +50,24 @@ class Pool {
 
   void run(int64_t n, int64_t chunk, const std::function<void(int64_t, int64_t)>& body) {
     std::lock_guard one_loop(loop_mutex_);
+    bool wake;
     {
       std::lock_guard lock(mutex_);
       body_ = &body, n_ = n, chunk_ = chunk, next_ = 0, error_ = nullptr;
-      busy_ = static_cast<int>(workers_.size());
+      open_ = true;
+      wake = sleeping_ > 0;
       ++generation_;
     }
-    wake_.notify_all();
+    if (wake) wake_.notify_all();
     take_chunks();
     std::unique_lock lock(mutex_);
-    done_.wait(lock, [this] { return busy_ == 0; });
+    open_ = false;
+    if (active_ > 0) {
+      lock.unlock();
+      spin_until([this] { return active_ == 0; });
+      lock.lock();
+      done_.wait(lock, [this] { return active_ == 0; });
+    }
     body_ = nullptr;
     if (error_) std::rethrow_exception(error_);
   }
@@ -68,29 +87,36 @@ class Pool {
   }
   void work() {
     uint64_t seen = 0;
+    const auto called = [&] { return stop_ || generation_ != seen; };
     for (;;) {
-      {
-        std::unique_lock lock(mutex_);
-        wake_.wait(lock, [&] { return stop_ || generation_ != seen; });
-        if (stop_) return;
-        seen = generation_;
-      }
+      spin_until(called);
+      std::unique_lock lock(mutex_);
+      ++sleeping_;
+      wake_.wait(lock, called);
+      --sleeping_;
+      if (stop_) return;
+      seen = generation_;
+      if (!open_) continue;
+      ++active_;
+      lock.unlock();
       take_chunks();
-      std::lock_guard lock(mutex_);
-      if (--busy_ == 0) done_.notify_one();
+      lock.lock();
+      if (--active_ == 0) done_.notify_one();
     }
   }
 
   const int threads_;
   std::vector<std::thread> workers_;
-  std::mutex loop_mutex_, mutex_;
+  std::mutex loop_mutex_, mutex_;  // mutex_: all below; what spinning threads look at is atomic as well
   std::condition_variable wake_, done_;
   const std::function<void(int64_t, int64_t)>* body_ = nullptr;
   int64_t n_ = 0, chunk_ = 1;
   std::atomic<int64_t> next_{0};
-  int busy_ = 0;
-  uint64_t generation_ = 0;
-  bool stop_ = false;
+  bool open_ = false;           // chunks may be left: workers may join
+  std::atomic<int> active_{0};  // workers inside the loop
+  int sleeping_ = 0;
+  std::atomic<uint64_t> generation_{0};
+  std::atomic<bool> stop_{false};
   std::exception_ptr error_;
 };
 

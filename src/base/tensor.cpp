@@ -1,11 +1,25 @@
 #include "base/tensor.h"
 
+#include <malloc.h>
+
 #include <cstdlib>
 #include <cstring>
 
 #include "base/error.h"
 
 namespace plumb {
+namespace {
+
+// A pass allocates and frees the same activations again and again. By default glibc returns their pages to the system
+// each time, and every first touch of a new page costs a fault. One arena: a block is freed by another thread than it
+// was allocated by.
+[[maybe_unused]] const bool pages_are_kept = [] {
+  constexpr int kLargestThreshold = 32 << 20, kNever = 1 << 30;
+  return mallopt(M_ARENA_MAX, 1) && mallopt(M_MMAP_THRESHOLD, kLargestThreshold) && mallopt(M_TRIM_THRESHOLD, kNever) &&
+         mallopt(M_TOP_PAD, kLargestThreshold);
+}();
+
+}  // namespace
 
 size_t dtype_size(DType t) {
   switch (t) {

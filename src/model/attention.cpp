@@ -4,6 +4,7 @@
 
 #include "base/error.h"
 #include "model/layer.h"
+#include "ops/elementwise.h"
 #include "ops/norm.h"
 #include "ops/rope.h"
 
@@ -87,7 +88,9 @@ void compress_backward(const PassContext& ctx, const CompressorPart<Linear>& w, 
   ops::pool_entries_backward(plan, s.rows, w.ape, d_pooled, d_kv, d_gate, grads.ape);
   Tensor from_kv = ops::linear_backward(d_kv, x, w.wkv, kv_lora, {}, kv_grads, grads.wkv);
   Tensor from_gate = ops::linear_backward(d_gate, x, w.wgate, gate_lora, {}, gate_grads, grads.wgate);
-  for (int64_t i = 0; dx && i < dx->numel(); ++i) dx->f32()[i] += from_kv.f32()[i] + from_gate.f32()[i];
+  if (!dx) return;
+  ops::add(from_kv, *dx);
+  ops::add(from_gate, *dx);
 }
 
 // Index queries and weights, spec 3.7.
@@ -303,7 +306,7 @@ Tensor attention_backward(const PassContext& ctx, const LayerWeights& w, int lay
   Tensor from_kv = ops::linear_backward(
       d_kva, s.x, w.attn.wkv, lora_of(ctx, layer, &LayerLora::wkv), {n, Point::act_wkv, Point::out_wkv},
       lora_grads_of(ctx, layer, &LayerLora::wkv, &LayerLoraGrad::wkv), grads.attn.wkv);
-  for (int64_t i = 0; i < dx.numel(); ++i) dx.f32()[i] += from_kv.f32()[i];
+  ops::add(from_kv, dx);
 
   // Compressed entries.
   if (w.kind != LayerKind::window)

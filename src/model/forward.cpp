@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "base/float_formats.h"
+#include "ops/elementwise.h"
 #include "ops/norm.h"
 
 namespace plumb {
@@ -42,7 +43,7 @@ Tensor embed(const Linear& table, const std::vector<int>& token) {
 }
 void embed_backward(const Tensor& dx, const std::vector<int>& token, const Tensor& d_table) {
   for (size_t r = 0; r < token.size(); ++r)  // in order of rows
-    for (int64_t i = 0; i < dx.size(1); ++i) d_table.f32()[token[r] * dx.size(1) + i] += dx.f32()[r * dx.size(1) + i];
+    ops::add(dx.f32() + r * dx.size(1), dx.size(1), d_table.f32() + token[r] * dx.size(1));
 }
 
 Tensor gather_rows(const Tensor& x, const std::vector<int>& rows) {
@@ -55,8 +56,7 @@ Tensor gather_rows(const Tensor& x, const std::vector<int>& rows) {
 }
 void scatter_add_rows(const Tensor& dy, const std::vector<int>& rows, const Tensor& dx) {
   for (size_t i = 0; i < rows.size(); ++i)
-    for (int64_t j = 0; j < dx.row_size(); ++j)
-      dx.f32()[rows[i] * dx.row_size() + j] += dy.f32()[i * dx.row_size() + j];
+    ops::add(dy.f32() + i * dx.row_size(), dx.row_size(), dx.f32() + rows[i] * dx.row_size());
 }
 
 // Streams of the rows that are wanted -> normed rows in front of the LM head.
@@ -96,6 +96,16 @@ int first_trained_layer(const ForwardOptions& o, const Gradients& g, int layers)
 
 }  // namespace
 
+int64_t kept_layer_bytes(const ModelConfig& c, int64_t rows) {
+  const int64_t d = c.hidden_size, q = int64_t{c.num_attention_heads} * c.head_dim;
+  const int64_t attention = 4 * q + 2 * c.q_lora_rank + c.o_groups * c.o_lora_rank + 6 * c.head_dim;
+  const int64_t index = c.has(LayerKind::csa) ? int64_t{c.index_n_heads} * c.index_head_dim : 0;
+  const int64_t experts = 3 * c.moe_intermediate_size * (c.num_experts_per_tok + 1) + 2 * c.n_routed_experts;
+  const int64_t keys = c.sliding_window + c.index_topk;  // numbers of the keys in the attention's lists
+  const int64_t floats = (2 * c.hc_mult + 6) * d + attention + index + experts + keys;
+  return floats * rows * c.num_hidden_layers * static_cast<int64_t>(sizeof(float));
+}
+
 ForwardResult forward(WeightStore& weights, const SequencePlan& plan, const ForwardOptions& o) {
   const ModelConfig& c = weights.config();
   PassContext ctx = context(weights, plan, o);
@@ -110,7 +120,8 @@ ForwardResult forward(WeightStore& weights, const SequencePlan& plan, const Forw
   for (int layer = 0; layer < c.num_hidden_layers; ++layer) {
     LayerLease lease = weights.acquire(layer);
     if (o.keep_streams) result.streams.push_back(streams);
-    streams = layer_forward(ctx, *lease, layer, streams);  // [T, n, d]
+    LayerSaved* keep = o.keep_layers ? &result.layers.emplace_back() : nullptr;
+    streams = layer_forward(ctx, *lease, layer, streams, keep);  // [T, n, d]
   }
   if (o.keep_streams) result.streams.push_back(streams);
 
@@ -140,14 +151,14 @@ AuxiliaryResults backward(WeightStore& weights, const SequencePlan& plan, const 
   for (int layer = c.num_hidden_layers - 1; layer >= first; --layer) {
     LayerLease lease = weights.acquire(layer);
     d_streams = layer_backward(ctx, *lease, layer, result.streams[layer], d_streams,
-                               g.layers.empty() ? frozen : g.layers[layer], aux, results);
+                               g.layers.empty() ? frozen : g.layers[layer], aux, results,
+                               result.layers.empty() ? nullptr : &result.layers[layer]);
   }
 
   if (g.outer.embed.defined()) {
     Tensor dx = Tensor::zeros({plan.rows(), c.hidden_size});
     for (int64_t i = 0; i < d_streams.numel() / c.hidden_size; ++i)
-      for (int64_t j = 0; j < c.hidden_size; ++j)
-        dx.f32()[i / c.hc_mult * c.hidden_size + j] += d_streams.f32()[i * c.hidden_size + j];
+      ops::add(d_streams.f32() + i * c.hidden_size, c.hidden_size, dx.f32() + i / c.hc_mult * c.hidden_size);
     embed_backward(dx, plan.token, g.outer.embed);
   }
   return results;
@@ -254,8 +265,7 @@ void mtp_backward(WeightStore& weights, int j, const MtpInput& input, const Tens
   Tensor d_x = layer_backward(ctx, *lease, layer, s.x, d_streams, g.block, aux, results);
 
   Tensor d_e = Tensor::zeros({rows, d});
-  for (int64_t i = 0; i < rows * n; ++i)
-    for (int64_t k = 0; k < d; ++k) d_e.f32()[i / n * d + k] += d_x.f32()[i * d + k];
+  for (int64_t i = 0; i < rows * n; ++i) ops::add(d_x.f32() + i * d, d, d_e.f32() + i / n * d);
   d_e = ops::linear_backward(d_e, s.e, w.e_proj, {}, points, {}, g.e_proj);
   d_e = ops::rms_norm_backward(d_e, s.e_raw, w.enorm, eps(c), g.enorm);
   if (gradients.outer.embed.defined()) embed_backward(d_e, input.plan.token, gradients.outer.embed);

@@ -20,12 +20,18 @@ struct ForwardOptions {
   KvCache* cache = nullptr;  // decoding: keys of the past, and where new ones go
   Taps* taps = nullptr;
   bool keep_streams = false;     // keep each layer's input for the backward pass
+  bool keep_layers = false;      // and all that a layer computes: the backward pass recomputes nothing, for about ten
+                                 // times the memory
   std::map<int, Tensor> replay;  // forced experts, see PassContext
 };
 struct ForwardResult {
-  Tensor hidden;                // [wanted, d] normed rows in front of the LM head
-  std::vector<Tensor> streams;  // keep_streams: [T,n,d] before each layer, and after the last
+  Tensor hidden;                   // [wanted, d] normed rows in front of the LM head
+  std::vector<Tensor> streams;     // keep_streams: [T,n,d] before each layer, and after the last
+  std::vector<LayerSaved> layers;  // keep_layers: [layers]
 };
+
+// What keep_layers costs for a plan of `rows` rows: bytes, within about a tenth.
+int64_t kept_layer_bytes(const ModelConfig& config, int64_t rows);
 
 ForwardResult forward(WeightStore& weights, const SequencePlan& plan, const ForwardOptions& options);
 
@@ -37,7 +43,7 @@ struct Gradients {
 };
 
 // d_hidden [wanted,d]; d_last [T,n,d] or undefined: a further gradient of the last streams (MTP). Recomputes layer by
-// layer. Layers in front of the first trained parameter are not visited.
+// layer what the forward pass did not keep. Layers in front of the first trained parameter are not visited.
 AuxiliaryResults backward(WeightStore& weights, const SequencePlan& plan, const ForwardOptions& options,
                           const ForwardResult& result, const Tensor& d_hidden, const Tensor& d_last,
                           Gradients& gradients, const AuxiliaryLosses& aux);

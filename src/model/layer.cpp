@@ -1,22 +1,12 @@
 #include "model/layer.h"
 
 #include "base/error.h"
+#include "ops/elementwise.h"
 #include "ops/norm.h"
 #include "ops/rope.h"
 
 namespace plumb {
 namespace {
-
-struct LayerSaved {
-  ops::HyperMix mix_attn, mix_ffn;
-  Tensor y_attn, y_ffn;  // [T,d] contraction of the streams, before the norm
-  AttentionSaved attn;
-  Tensor a;      // [T,d] output of the attention
-  Tensor mid;    // [T,n,d] streams between the halves
-  Tensor x_ffn;  // [T,d] normed input of the experts
-  ops::Routing routing;
-  Tensor f;  // [T,d] output of the experts
-};
 
 HyperOptions hyper_options(const ModelConfig& c) {
   return {c.hc_sinkhorn_iters, static_cast<float>(c.hc_eps), static_cast<float>(c.rms_norm_eps)};
@@ -55,14 +45,16 @@ ops::SharedLora shared_lora(const PassContext& ctx, int layer) {
 }
 
 // x_ffn [T,d] -> [T,d], spec 3.8: routed experts and the shared one.
-Tensor moe_forward(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& x, ops::Routing& routing) {
+Tensor moe_forward(const PassContext& ctx, const LayerWeights& w, int layer, LayerSaved& s, bool keep_hidden) {
   const float limit = static_cast<float>(ctx.config.swiglu_limit);
   const auto forced = ctx.replay.find(layer);
-  routing = ops::route(x, ctx.plan.token, w.router, router_options(ctx.config),
-                       forced == ctx.replay.end() ? Tensor() : forced->second);
-  Tensor sum = ops::routed_experts(x, routing, w.experts, limit, expert_lora(ctx, layer), ctx.numerics);
-  Tensor shared = ops::shared_expert(x, w.shared, limit, shared_lora(ctx, layer), ctx.numerics);
-  for (int64_t i = 0; i < sum.numel(); ++i) sum.f32()[i] += shared.f32()[i];
+  s.routing = ops::route(s.x_ffn, ctx.plan.token, w.router, router_options(ctx.config),
+                         forced == ctx.replay.end() ? Tensor() : forced->second);
+  Tensor sum = ops::routed_experts(s.x_ffn, s.routing, w.experts, limit, expert_lora(ctx, layer), ctx.numerics,
+                                   keep_hidden ? &s.routed : nullptr);
+  Tensor shared = ops::shared_expert(s.x_ffn, w.shared, limit, shared_lora(ctx, layer), ctx.numerics,
+                                     keep_hidden ? &s.shared : nullptr);
+  ops::add(shared, sum);
   ops::round_point(ctx.numerics, Point::moe_sum, sum);
   return sum;
 }
@@ -71,14 +63,14 @@ Tensor moe_backward(const PassContext& ctx, const LayerWeights& w, int layer, co
                     LayerGrads& grads, const AuxiliaryLosses& aux, AuxiliaryResults& results) {
   const float limit = static_cast<float>(ctx.config.swiglu_limit);
   const bool trained = !grads.experts.empty() && grads.experts[0].w1.defined();
-  ops::RoutedBackward routed =
-      ops::routed_experts_backward(d_f, s.x_ffn, s.routing, w.experts, limit, expert_lora(ctx, layer), ctx.numerics,
-                                   trained ? grads.experts : std::vector<ops::ExpertGrads>{}, expert_lora_grads(ctx, layer));
+  ops::RoutedBackward routed = ops::routed_experts_backward(
+      d_f, s.x_ffn, s.routing, w.experts, limit, expert_lora(ctx, layer), ctx.numerics,
+      trained ? grads.experts : std::vector<ops::ExpertGrads>{}, expert_lora_grads(ctx, layer), &s.routed);
   ops::SharedLoraGrad lora_grads{lora_grads_of(ctx, layer, &LayerLora::shared_w1, &LayerLoraGrad::shared_w1),
                                  lora_grads_of(ctx, layer, &LayerLora::shared_w3, &LayerLoraGrad::shared_w3),
                                  lora_grads_of(ctx, layer, &LayerLora::shared_w2, &LayerLoraGrad::shared_w2)};
   Tensor from_shared = ops::shared_expert_backward(d_f, s.x_ffn, w.shared, limit, shared_lora(ctx, layer), ctx.numerics,
-                                                   grads.shared, lora_grads);
+                                                   grads.shared, lora_grads, &s.shared);
   Tensor d_score;
   if (aux.balance != 0 && !w.router.tid2eid.defined()) {  // counts of hash layers do not depend on parameters
     d_score = Tensor::zeros(s.routing.score.shape());
@@ -86,17 +78,18 @@ Tensor moe_backward(const PassContext& ctx, const LayerWeights& w, int layer, co
   }
   Tensor from_router = ops::route_backward(routed.d_weight, d_score, s.x_ffn, w.router, s.routing,
                                            router_options(ctx.config), grads.gate);
-  for (int64_t i = 0; i < from_router.numel(); ++i)
-    from_router.f32()[i] = routed.dx.f32()[i] + from_shared.f32()[i] + from_router.f32()[i];
+  ops::add(from_shared, routed.dx);
+  ops::add(from_router, routed.dx);
   if (results.expert_rows.size() <= static_cast<size_t>(layer)) results.expert_rows.resize(layer + 1);
   auto& counts = results.expert_rows[layer];
   counts.resize(w.experts.size());
   for (int64_t i = 0; i < s.routing.expert.numel(); ++i) ++counts[s.routing.expert.ptr<int32_t>()[i]];
-  return from_router;
+  return routed.dx;
 }
 
 // One layer, spec 3.0: two halves, each between a contraction of the streams and their mixing.
-Tensor run_layer(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& streams, LayerSaved& s) {
+Tensor run_layer(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& streams, LayerSaved& s,
+                 bool keep_hidden) {
   const HyperOptions hc = hyper_options(ctx.config);
   const Numerics n = ctx.numerics;
   s.y_attn = ops::hyper_pre(streams, w.hc_attn, hc, s.mix_attn);
@@ -111,7 +104,7 @@ Tensor run_layer(const PassContext& ctx, const LayerWeights& w, int layer, const
   ops::round_point(n, Point::hc_pre, s.y_ffn);
   s.x_ffn = ops::rms_norm(s.y_ffn, w.ffn_norm, eps(ctx.config));
   ops::round_point(n, Point::norm_block, s.x_ffn);
-  s.f = moe_forward(ctx, w, layer, s.x_ffn, s.routing);
+  s.f = moe_forward(ctx, w, layer, s, keep_hidden);
   Tensor next = ops::hyper_post(s.f, s.mid, s.mix_ffn);
   ops::round_point(n, Point::hc_post, next);
   return next;
@@ -163,18 +156,22 @@ std::vector<LoraGrad> lora_grads_of(const PassContext& ctx, int layer, LoraPair 
   return list;
 }
 
-Tensor layer_forward(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& streams) {
-  LayerSaved s;
-  Tensor next = run_layer(ctx, w, layer, streams, s);
+Tensor layer_forward(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& streams,
+                     LayerSaved* keep) {
+  LayerSaved unkept;
+  LayerSaved& s = keep ? *keep : unkept;
+  Tensor next = run_layer(ctx, w, layer, streams, s, keep != nullptr);
   tap_layer(ctx, layer, s, next);
   return next;
 }
 
 Tensor layer_backward(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& streams,
-                      const Tensor& d_next, LayerGrads& grads, const AuxiliaryLosses& aux, AuxiliaryResults& results) {
+                      const Tensor& d_next, LayerGrads& grads, const AuxiliaryLosses& aux, AuxiliaryResults& results,
+                      const LayerSaved* kept) {
   const HyperOptions hc = hyper_options(ctx.config);
-  LayerSaved s;
-  run_layer(ctx, w, layer, streams, s);
+  LayerSaved recomputed;
+  if (!kept) run_layer(ctx, w, layer, streams, recomputed, true);
+  const LayerSaved& s = kept ? *kept : recomputed;
 
   ops::HyperPostGrad post = ops::hyper_post_backward(d_next, s.f, s.mid, s.mix_ffn);
   Tensor d_x = moe_backward(ctx, w, layer, s, post.d_out, grads, aux, results);

@@ -71,6 +71,19 @@ struct AttentionSaved {
   Tensor u;       // [T, g*d_g] output of wo_a
 };
 
+struct LayerSaved {  // what the backward pass of a layer needs
+  ops::HyperMix mix_attn, mix_ffn;
+  Tensor y_attn, y_ffn;  // [T,d] contraction of the streams, before the norm
+  AttentionSaved attn;
+  Tensor a;      // [T,d] output of the attention
+  Tensor mid;    // [T,n,d] streams between the halves
+  Tensor x_ffn;  // [T,d] normed input of the experts
+  ops::Routing routing;
+  std::vector<ops::ExpertHidden> routed;  // [E]
+  ops::ExpertHidden shared;
+  Tensor f;  // [T,d] output of the experts
+};
+
 // x [T,d] (normed) -> [T,d].
 Tensor attention_forward(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& x, AttentionSaved& s);
 // -> dx [T,d]. grads may have undefined members (frozen).
@@ -78,11 +91,14 @@ Tensor attention_backward(const PassContext& ctx, const LayerWeights& w, int lay
                           const Tensor& d_out, LayerGrads& grads, const AuxiliaryLosses& aux,
                           AuxiliaryResults& results);
 
-// streams [T,n,d] -> [T,n,d]
-Tensor layer_forward(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& streams);
-// Recomputes the layer from its input streams, then goes back through it. -> gradient of the input streams.
+// streams [T,n,d] -> [T,n,d]; keep: filled for layer_backward, or nullptr
+Tensor layer_forward(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& streams,
+                     LayerSaved* keep = nullptr);
+// Goes back through the layer. -> gradient of the input streams. kept: what layer_forward kept, or nullptr: the layer
+// is recomputed from its input streams first (the same bits).
 Tensor layer_backward(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& streams,
-                      const Tensor& d_next, LayerGrads& grads, const AuxiliaryLosses& aux, AuxiliaryResults& results);
+                      const Tensor& d_next, LayerGrads& grads, const AuxiliaryLosses& aux, AuxiliaryResults& results,
+                      const LayerSaved* kept = nullptr);
 
 // The adapters of one matrix of one layer, and where their gradients go (the same order).
 LoraList lora_of(const PassContext& ctx, int layer, LoraPair LayerLora::*pair);

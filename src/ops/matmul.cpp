@@ -80,9 +80,16 @@ void interleave_along_k(const float* a, int64_t stride, int rows, int64_t k, flo
     for (int r = 0; r < rows; ++r) out[i * rows + r] = row[r][i];
 }
 
+// The same where neighbouring rows of A lie side by side (A is a matrix read transposed).
+void interleave_along_rows(const float* a, int64_t stride, int rows, int64_t k, float* out) {
+  const __m256i mask = _mm256_cmpgt_epi32(_mm256_set1_epi32(rows), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  for (int64_t i = 0; i < k; ++i) _mm256_storeu_ps(out + i * rows, _mm256_maskload_ps(a + i * stride, mask));
+}
+
 void interleave(const RowOperand& a, int64_t m, int rows, int64_t k0, int64_t k1, float* out) {
   const float* source = a.data + m * a.row_stride + k0 * a.k_stride;
   if (a.k_stride == 1) return interleave_along_k(source, a.row_stride, rows, k1 - k0, out);
+  if (a.row_stride == 1) return interleave_along_rows(source, a.k_stride, rows, k1 - k0, out);
   for (int64_t k = k0; k < k1; ++k, source += a.k_stride, out += rows)
     for (int r = 0; r < rows; ++r) out[r] = source[r * a.row_stride];
 }
@@ -115,7 +122,7 @@ void block(const MatmulKernels& kernel, int64_t m0, int64_t m1, int64_t n0, int6
 // Rows of a block: its packed rows (kBlockK of them at a time, 192 KiB) stay in the second-level cache, and a widened
 // panel is used often enough to pay for widening.
 constexpr int64_t kBlockRows = 192;
-constexpr int64_t kSerialWork = 1 << 19;  // multiply-adds below which waking a thread costs more than it saves
+constexpr int64_t kSerialWork = 1 << 17;  // multiply-adds below which waking a thread costs more than it saves
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
@@ -149,7 +156,10 @@ void matmul(int64_t m, const RowOperand& a, const PanelOperand& b, float* c, int
   const MatmulKernels& kernel = kernels();
   if (m <= kFewRows && b.outputs_are_rows && a.k_stride == 1)
     return few_rows(kernel, m, n, k, a, b, c, ldc, accumulate);
-  const Groups row_blocks(m, kBlockRows);
+  // Several blocks of rows: as many for each thread, unless that makes them so low that widening dominates.
+  const int64_t fewest = (m + kBlockRows - 1) / kBlockRows, even = round_up(fewest, thread_count());
+  const int64_t blocks = fewest > 1 && m / even >= kBlockRows / 3 ? even : fewest;
+  const Groups row_blocks(m, static_cast<int>((m + blocks - 1) / blocks));
   const int64_t wanted = std::max<int64_t>(1, 2 * thread_count() / row_blocks.count);  // blocks across
   const int64_t width = std::clamp(round_up((n + wanted - 1) / wanted, kernel.lanes), int64_t{64}, int64_t{512});
   const int64_t across = (n + width - 1) / width, tasks = row_blocks.count * across;

@@ -6,7 +6,7 @@
 namespace plumb::ops {
 
 constexpr int kMaxRows = 8;    // rows of A that a tile may have
-constexpr int kFewRows = 4;    // up to here B is not written to a panel
+constexpr int kFewRows = 8;    // up to here B is not written to a panel
 constexpr int kMaxLanes = 32;  // outputs of a panel
 constexpr int kBlockK = 256;   // k of a panel: [256][32] FP32 is 32 KiB, near the first-level cache
 constexpr int kStreamLanes =

@@ -286,7 +286,7 @@ void widen(const PanelOperand& b, int64_t n0, int64_t k0, int64_t k1, float* pan
 template <class V, WeightFormat f>
 void few_rows_format(int rows, const float* x, int64_t ldx, const PanelOperand& b, int64_t n0, int64_t n1, float* c,
                      int64_t ldc, bool load) {
-  static_assert(kFewRows == 4);
+  static_assert(kFewRows == 8);
   switch (rows) {
     case 1:
       return few_rows_of<V, f, 1>(x, ldx, b, n0, n1, c, ldc, load);
@@ -296,6 +296,14 @@ void few_rows_format(int rows, const float* x, int64_t ldx, const PanelOperand& 
       return few_rows_of<V, f, 3>(x, ldx, b, n0, n1, c, ldc, load);
     case 4:
       return few_rows_of<V, f, 4>(x, ldx, b, n0, n1, c, ldc, load);
+    case 5:
+      return few_rows_of<V, f, 5>(x, ldx, b, n0, n1, c, ldc, load);
+    case 6:
+      return few_rows_of<V, f, 6>(x, ldx, b, n0, n1, c, ldc, load);
+    case 7:
+      return few_rows_of<V, f, 7>(x, ldx, b, n0, n1, c, ldc, load);
+    case 8:
+      return few_rows_of<V, f, 8>(x, ldx, b, n0, n1, c, ldc, load);
   }
 }
 

@@ -55,16 +55,17 @@ void swiglu_row(const float* gate, const float* up, int64_t f, float weight, con
   });
 }
 
-// gate, up become their gradients. -> gradient of the weight
-float swiglu_backward_row(const float* d_hid, int64_t f, float weight, const Clamp& clamp, float* gate, float* up) {
+// -> gradient of the weight
+float swiglu_backward_row(const float* d_hid, const float* gate, const float* up, int64_t f, float weight,
+                          const Clamp& clamp, float* d_gate, float* d_up) {
   Lanes d_weight = splat(0);
   for_lanes(f, [&](int64_t i, int64_t n) {
     const Lanes raw_g = load_part(gate + i, n), raw_u = load_part(up + i, n), d = load_part(d_hid + i, n);
     const Lanes g = clamp.gate(raw_g), u = clamp.up(raw_u), s = sigmoid(g), silu = g * s;
     d_weight = fma(d, silu * u, d_weight);
     const Lanes dw = d * splat(weight), slope = s * fma(g, splat(1) - s, splat(1));  // of silu
-    store_part(gate + i, clamp.pass_gate(raw_g, dw * u * slope), n);
-    store_part(up + i, clamp.pass_up(raw_u, dw * silu), n);
+    store_part(d_gate + i, clamp.pass_gate(raw_g, dw * u * slope), n);
+    store_part(d_up + i, clamp.pass_up(raw_u, dw * silu), n);
   });
   return sum_lanes(d_weight);
 }
@@ -72,14 +73,9 @@ float swiglu_backward_row(const float* d_hid, int64_t f, float weight, const Cla
 // ---- one expert
 // --------------------------------------------------------------------------------------------------------
 
-struct Hidden {
-  Tensor gate, up;  // [rows,f] rounded, not clamped
-  Tensor hid;       // [rows,f] rounded: what w2 gets
-};
-
 // weight: of each row, or null (1 everywhere).
-Hidden expert_hidden(const Tensor& x, const float* weight, const Expert& e) {
-  Hidden h{linear(x, e.w.w1, e.lora.gate, e.in()), linear(x, e.w.w3, e.lora.up, e.in()), {}};
+ExpertHidden expert_hidden(const Tensor& x, const float* weight, const Expert& e) {
+  ExpertHidden h{linear(x, e.w.w1, e.lora.gate, e.in()), linear(x, e.w.w3, e.lora.up, e.in()), {}};
   const int64_t rows = x.size(0), f = e.w.w1.out;
   h.hid = Tensor::empty({rows, f});
   const Clamp clamp(e.limit);
@@ -91,26 +87,32 @@ Hidden expert_hidden(const Tensor& x, const float* weight, const Expert& e) {
   return h;
 }
 
-Tensor expert_forward(const Tensor& x, const float* weight, const Expert& e) {
-  return linear(expert_hidden(x, weight, e).hid, e.w.w2, e.lora.down, e.out());
+Tensor expert_forward(const Tensor& x, const float* weight, const Expert& e, ExpertHidden* keep) {
+  ExpertHidden h = expert_hidden(x, weight, e);
+  Tensor y = linear(h.hid, e.w.w2, e.lora.down, e.out());
+  if (keep) *keep = std::move(h);
+  return y;
 }
 
-// d_weight [rows] is assigned if not null.
+// kept: the hidden rows, or null: they are recomputed. d_weight [rows] is assigned if not null.
 Tensor expert_backward(const Tensor& dy, const Tensor& x, const float* weight, const Expert& e,
-                       const ExpertGrads& grads, const SharedLoraGrad& lora_grads, float* d_weight) {
-  Hidden h = expert_hidden(x, weight, e);
+                       const ExpertGrads& grads, const SharedLoraGrad& lora_grads, const ExpertHidden* kept,
+                       float* d_weight) {
+  const ExpertHidden h = kept ? *kept : expert_hidden(x, weight, e);
   const Tensor d_hid = linear_backward(dy, h.hid, e.w.w2, e.lora.down, e.out(), lora_grads.down, grads.w2);
   const int64_t rows = x.size(0), f = e.w.w1.out;
+  const Tensor d_gate = Tensor::empty({rows, f}), d_up = Tensor::empty({rows, f});
   const Clamp clamp(e.limit);
   parallel_for(rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, f)), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
-      const float d = swiglu_backward_row(d_hid.f32() + r * f, f, weight ? weight[r] : 1.0f, clamp,
-                                          h.gate.f32() + r * f, h.up.f32() + r * f);
+      const int64_t at = r * f;
+      const float d = swiglu_backward_row(d_hid.f32() + at, h.gate.f32() + at, h.up.f32() + at, f,
+                                          weight ? weight[r] : 1.0f, clamp, d_gate.f32() + at, d_up.f32() + at);
       if (d_weight) d_weight[r] = d;
     }
   });
-  Tensor dx = linear_backward(h.gate, x, e.w.w1, e.lora.gate, e.in(), lora_grads.gate, grads.w1);
-  const Tensor from_up = linear_backward(h.up, x, e.w.w3, e.lora.up, e.in(), lora_grads.up, grads.w3);
+  Tensor dx = linear_backward(d_gate, x, e.w.w1, e.lora.gate, e.in(), lora_grads.gate, grads.w1);
+  const Tensor from_up = linear_backward(d_up, x, e.w.w3, e.lora.up, e.in(), lora_grads.up, grads.w3);
   parallel_for(dx.numel(), 65536, [&](int64_t begin, int64_t end) {
     add_scaled(from_up.f32() + begin, 1, dx.f32() + begin, end - begin);
   });
@@ -246,7 +248,8 @@ Tensor sum_slots(const Tensor& slots, int64_t rows, int64_t k) {
 }  // namespace
 
 Tensor routed_experts(const Tensor& x, const Routing& r, const std::vector<ExpertWeights>& experts, float limit,
-                      const std::vector<ExpertLoraRows>& lora, Numerics numerics) {
+                      const std::vector<ExpertLoraRows>& lora, Numerics numerics, std::vector<ExpertHidden>* keep) {
+  if (keep) keep->assign(experts.size(), {});
   const int64_t rows = x.size(0), k = r.expert.size(1);
   const ExpertRows g = group_rows(r.expert, static_cast<int64_t>(experts.size()));
   const Tensor slots = Tensor::empty({rows * k, x.size(1)});
@@ -254,7 +257,7 @@ Tensor routed_experts(const Tensor& x, const Routing& r, const std::vector<Exper
     const ExpertAdapters adapters(lora, {}, e, experts[e].w1.out, g, k);
     const ExpertInput in = gather_input(x, r, g, e);
     const Expert expert{experts[e], limit, adapters.lists, numerics, kRouted};
-    place_rows(expert_forward(in.x, in.weight.data(), expert), g, e, slots);
+    place_rows(expert_forward(in.x, in.weight.data(), expert, keep ? &(*keep)[e] : nullptr), g, e, slots);
   });
   return sum_slots(slots, rows, k);
 }
@@ -263,7 +266,8 @@ RoutedBackward routed_experts_backward(const Tensor& d_sum, const Tensor& x, con
                                        const std::vector<ExpertWeights>& experts, float limit,
                                        const std::vector<ExpertLoraRows>& lora, Numerics numerics,
                                        const std::vector<ExpertGrads>& grads,
-                                       const std::vector<ExpertLoraGrad>& lora_grads) {
+                                       const std::vector<ExpertLoraGrad>& lora_grads,
+                                       const std::vector<ExpertHidden>* kept) {
   const int64_t rows = x.size(0), k = r.expert.size(1);
   const ExpertRows g = group_rows(r.expert, static_cast<int64_t>(experts.size()));
   const Tensor slots = Tensor::empty({rows * k, x.size(1)});
@@ -274,7 +278,8 @@ RoutedBackward routed_experts_backward(const Tensor& d_sum, const Tensor& x, con
     const Expert expert{experts[e], limit, adapters.lists, numerics, kRouted};
     std::vector<float> d_weight(in.weight.size());
     const Tensor dx = expert_backward(gather_rows(d_sum, g, e, k), in.x, in.weight.data(), expert,
-                                      grads.empty() ? ExpertGrads{} : grads[e], adapters.grads, d_weight.data());
+                                      grads.empty() ? ExpertGrads{} : grads[e], adapters.grads,
+                                      kept ? &(*kept)[e] : nullptr, d_weight.data());
     place_rows(dx, g, e, slots);
     for (size_t i = 0; i < d_weight.size(); ++i) result.d_weight.f32()[g.place[g.begin[e] + i]] = d_weight[i];
   });
@@ -282,14 +287,15 @@ RoutedBackward routed_experts_backward(const Tensor& d_sum, const Tensor& x, con
   return result;
 }
 
-Tensor shared_expert(const Tensor& x, const ExpertWeights& w, float limit, const SharedLora& lora, Numerics numerics) {
-  return expert_forward(x, nullptr, {w, limit, lora, numerics, kShared});
+Tensor shared_expert(const Tensor& x, const ExpertWeights& w, float limit, const SharedLora& lora, Numerics numerics,
+                     ExpertHidden* keep) {
+  return expert_forward(x, nullptr, {w, limit, lora, numerics, kShared}, keep);
 }
 
 Tensor shared_expert_backward(const Tensor& dy, const Tensor& x, const ExpertWeights& w, float limit,
                               const SharedLora& lora, Numerics numerics, const ExpertGrads& grads,
-                              const SharedLoraGrad& lora_grads) {
-  return expert_backward(dy, x, nullptr, {w, limit, lora, numerics, kShared}, grads, lora_grads, nullptr);
+                              const SharedLoraGrad& lora_grads, const ExpertHidden* kept) {
+  return expert_backward(dy, x, nullptr, {w, limit, lora, numerics, kShared}, grads, lora_grads, kept, nullptr);
 }
 
 }  // namespace plumb::ops

@@ -61,22 +61,31 @@ struct ExpertGrads {  // per expert: f32 [out,in] += ; undefined = frozen
   Tensor w1, w3, w2;
 };
 
+// What the backward pass of one expert needs besides its input, [rows of the expert, f] each.
+struct ExpertHidden {
+  Tensor gate, up;  // rounded, not clamped
+  Tensor hid;       // rounded: what w2 gets
+};
+
 // The routed experts. x [rows,d] (rounded at norm_block) -> [rows,d] FP32 sum over a row's experts in slot order, each
-// expert's output rounded at out_w2. Rows of an expert are processed in ascending row order.
+// expert's output rounded at out_w2. Rows of an expert are processed in ascending row order. keep: becomes [E], or
+// nullptr.
 Tensor routed_experts(const Tensor& x, const Routing& r, const std::vector<ExpertWeights>& experts, float limit,
-                      const std::vector<ExpertLoraRows>& lora, Numerics numerics);
+                      const std::vector<ExpertLoraRows>& lora, Numerics numerics,
+                      std::vector<ExpertHidden>* keep = nullptr);
 
 struct RoutedBackward {
   Tensor dx;        // [rows,d]
   Tensor d_weight;  // [rows,K]
 };
-// Recomputes the experts' hidden rows. grads: [E] or empty (all frozen); lora_grads: one for each element of `lora` or
-// empty.
+// grads: [E] or empty (all frozen); lora_grads: one for each element of `lora` or empty. kept: what routed_experts
+// kept, or nullptr: the hidden rows are recomputed.
 RoutedBackward routed_experts_backward(const Tensor& d_sum, const Tensor& x, const Routing& r,
                                        const std::vector<ExpertWeights>& experts, float limit,
                                        const std::vector<ExpertLoraRows>& lora, Numerics numerics,
                                        const std::vector<ExpertGrads>& grads,
-                                       const std::vector<ExpertLoraGrad>& lora_grads);
+                                       const std::vector<ExpertLoraGrad>& lora_grads,
+                                       const std::vector<ExpertHidden>* kept = nullptr);
 
 // The shared expert: the same formula without routing weight; rounded at act_s13 ... out_s2. LoRA on gate (w1), up
 // (w3), down (w2).
@@ -86,10 +95,11 @@ struct SharedLora {
 struct SharedLoraGrad {
   std::vector<LoraGrad> gate, up, down;
 };
-Tensor shared_expert(const Tensor& x, const ExpertWeights& w, float limit, const SharedLora& lora, Numerics numerics);
+Tensor shared_expert(const Tensor& x, const ExpertWeights& w, float limit, const SharedLora& lora, Numerics numerics,
+                     ExpertHidden* keep = nullptr);
 Tensor shared_expert_backward(const Tensor& dy, const Tensor& x, const ExpertWeights& w, float limit,
                               const SharedLora& lora, Numerics numerics, const ExpertGrads& grads,
-                              const SharedLoraGrad& lora_grads);
+                              const SharedLoraGrad& lora_grads, const ExpertHidden* kept = nullptr);
 
 }  // namespace ops
 }  // namespace plumb

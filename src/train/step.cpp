@@ -31,6 +31,8 @@ class Accumulator {
   }
 
   void add(const TrainRow& row, const MtpRow* mtp) {
+    constexpr int64_t kKeptBytes = int64_t{2} << 30;  // beyond, layers are recomputed: a third more time
+    options_.keep_layers = kept_layer_bytes(t_.weights->config(), row.plan.rows()) <= kKeptBytes;
     const Linear& head = t_.weights->outer().head;
     const ForwardResult result = forward(*t_.weights, row.plan, options_);
     const Tensor logprob = ops::head_logprobs(result.hidden, head, row.target);

@@ -285,10 +285,12 @@ TEST(Backward, IndexerGradientsFollowItsLoss) {
     }
 }
 
-TEST(Backward, RepeatsGiveTheSameBits) {
+// Two runs; and one that keeps what its layers computed instead of recomputing it.
+TEST(Backward, RepeatsAndKeptLayersGiveTheSameBits) {
   Problem p = make_problem(12);
   p.options.numerics = Numerics::released;
-  auto gradients = [&] {
+  auto gradients = [&](bool keep_layers) {
+    p.options.keep_layers = keep_layers;
     Gradients g;
     AllGrads all = allocate(*p.model, g);
     const ForwardResult r = forward(*p.model, p.plan, p.options);
@@ -297,11 +299,12 @@ TEST(Backward, RepeatsGiveTheSameBits) {
     backward(*p.model, p.plan, p.options, r, d_hidden, {}, g, {});
     return all;
   };
-  const AllGrads a = gradients(), b = gradients();
-  for (size_t i = 0; i < a.list.size(); ++i)
-    EXPECT_EQ(
-        std::memcmp(a.list[i].second.second.raw(), b.list[i].second.second.raw(), a.list[i].second.second.bytes()), 0)
-        << a.list[i].first;
+  const AllGrads a = gradients(false);
+  for (const AllGrads& b : {gradients(false), gradients(true)})
+    for (size_t i = 0; i < a.list.size(); ++i) {
+      const Tensor &one = a.list[i].second.second, &other = b.list[i].second.second;
+      EXPECT_EQ(std::memcmp(one.raw(), other.raw(), one.bytes()), 0) << a.list[i].first;
+    }
 }
 
 }  // namespace

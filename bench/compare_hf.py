@@ -1,0 +1,178 @@
+"""Training step and decoding of a mid-size V4 (61 M parameters, 8 layers, 16 experts) against Hugging Face transformers, side by side.
+
+Both sides hold the same FP32 weights, use the same tokens and the same number of threads, and take turns within one run; figures are
+medians. Losses and greedy tokens are compared as well, so that both sides are known to compute the same thing. There is no optimizer in
+either step. PEFT cannot adapt the grouped projection o_a_proj; it is left out on both sides. Usage:
+
+    .venv/bin/python bench/compare_hf.py build/bench/step_bench [--rounds 5] [--only full,decode1] [--out bench/results/compare_hf.json]
+"""
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
+from transformers.utils import logging
+
+SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+TOKENS, PROMPT, NEW, RANK = 512, 64, 64, 8
+ATTENTION = r"self_attn\.(q_a_proj|q_b_proj|kv_proj|o_b_proj|compressor\.kv_proj|compressor\.gate_proj)"
+SHARED = r"mlp\.shared_experts\.(gate_proj|up_proj|down_proj)"
+
+
+def build_model():
+    config = DeepseekV4Config(
+        vocab_size=1024, hidden_size=512, num_hidden_layers=8, num_attention_heads=8, head_dim=128, q_lora_rank=128, o_groups=2,
+        o_lora_rank=128, qk_rope_head_dim=32, moe_intermediate_size=256, n_routed_experts=16, num_experts_per_tok=4,
+        n_shared_experts=1, sliding_window=64, index_n_heads=8, index_head_dim=64, index_topk=64,
+        layer_types=[SLIDING, SLIDING] + [CSA, HCA] * 3, num_hash_layers=2, hc_mult=4, max_position_embeddings=4096,
+        eos_token_id=None, bos_token_id=None, pad_token_id=None)
+    torch.manual_seed(0)
+    model = DeepseekV4ForCausalLM(config).float().eval()
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():  # otherwise every token of a hash layer goes to the same experts
+            if name.endswith("tid2eid"):
+                buffer.copy_(torch.stack([torch.randperm(config.n_routed_experts)[: buffer.shape[1]] for _ in range(len(buffer))]))
+    return model
+
+
+def tokens(count, vocabulary, seed):  # as in step_bench.cpp
+    ids, s = [], seed
+    for _ in range(count):
+        s = (s * 1103515245 + 12345) & 0x7FFFFFFF
+        ids.append((s >> 8) % vocabulary)
+    return ids
+
+
+class Ours:
+    def __init__(self, program, folder, threads):
+        self.process = subprocess.Popen([program, folder, str(threads)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, line):
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            sys.exit("step_bench failed")
+        return json.loads(answer)
+
+
+class Theirs:
+    def __init__(self, model, adapted):
+        self.model, self.adapted = model, adapted
+        self.ids = torch.tensor([tokens(TOKENS, model.config.vocab_size, 1)])
+
+    def forward(self):
+        with torch.no_grad():
+            return self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss.item()
+
+    def step(self, model):
+        model.zero_grad(set_to_none=True)
+        out = model(input_ids=self.ids, labels=self.ids, use_cache=False)
+        out.loss.backward()
+        return out.loss.item()
+
+    def decode(self, batch):
+        prompt = torch.tensor([tokens(PROMPT, self.model.config.vocab_size, i + 1) for i in range(batch)])
+        with torch.no_grad():
+            out = self.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW, do_sample=False)
+        return out[:, PROMPT:].flatten().tolist()
+
+
+def adapted_model(model, folder, routed):
+    copy = DeepseekV4ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    copy.config._experts_implementation = model.config._experts_implementation
+    names = [n for n, _ in copy.named_modules()]
+    import re
+
+    pattern = re.compile(rf".*\.({ATTENTION}|{SHARED})$")
+    targets = [n for n in names if pattern.match(n)]
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if routed else None
+    lora = LoraConfig(r=RANK, lora_alpha=4 * RANK, target_modules=targets, target_parameters=parameters, lora_dropout=0.0)
+    return get_peft_model(copy, lora)
+
+
+def timed(body):
+    begin = time.perf_counter()
+    result = body()
+    return time.perf_counter() - begin, result
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("program")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--only", default="")
+    parser.add_argument("--experts", default="", help="experts implementation of transformers; default: its own choice")
+    parser.add_argument("--out")
+    a = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.set_verbosity_error()
+    torch.set_num_threads(a.threads)
+    wanted = set(a.only.split(",")) - {""}
+
+    with tempfile.TemporaryDirectory() as folder:
+        model = build_model()
+        model.save_pretrained(folder)
+        if a.experts:
+            model.config._experts_implementation = a.experts
+        print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {a.threads} threads, experts of transformers: "
+              f"{model.config._experts_implementation}", flush=True)
+        adapted = {k: adapted_model(model, folder, k == "lora") for k in ("lora", "lora_dense") if not wanted or k in wanted}
+        ours, theirs = Ours(a.program, folder, a.threads), Theirs(model, adapted)
+
+        # name -> (title, ratio to reach or None, units of work, ours, theirs)
+        cases = {
+            "forward": ("forward, 512 tokens", None, TOKENS, f"forward {TOKENS}", theirs.forward),
+            "full": ("step, all parameters, 512 tokens", 2, TOKENS, f"full {TOKENS}", lambda: theirs.step(model)),
+            "lora": ("step, LoRA with routed experts, 512 tokens", 3, TOKENS, f"lora {TOKENS}", lambda: theirs.step(adapted["lora"])),
+            "lora_dense": ("step, LoRA without routed experts", 3, TOKENS, f"lora_dense {TOKENS}",
+                           lambda: theirs.step(adapted["lora_dense"])),
+            "decode1": ("decoding alone, 64 + 64 tokens", 10, NEW, f"decode 1 {PROMPT} {NEW}", lambda: theirs.decode(1)),
+            "decode16": ("decoding, 16 sequences", 5, 16 * NEW, f"decode 16 {PROMPT} {NEW}", lambda: theirs.decode(16)),
+        }
+        cases = {k: v for k, v in cases.items() if not wanted or k in wanted}
+        seconds = {k: ([], []) for k in cases}
+        for turn in range(a.rounds + 1):
+            for name, (_, _, _, command, their_body) in cases.items():
+                mine = ours.ask(command)
+                their_seconds, result = timed(their_body)
+                if turn == 0:  # warm-up, and the check that both sides compute the same
+                    if name.startswith("decode"):
+                        same = sum(x == y for x, y in zip(mine["tokens"], result)) / len(result)
+                        print(f"{name}: {same:.1%} of the greedy tokens are equal")
+                    elif name in ("forward", "full"):  # adapters start differently
+                        print(f"{name}: loss {mine['loss']:.6f} and {result:.6f}")
+                    continue
+                seconds[name][0].append(mine["seconds"])
+                seconds[name][1].append(their_seconds)
+
+    figures = []
+    print(f"\n{'':<46}{'ours':>12}{'HF':>12}{'':>10}{'ratio':>8}{'to reach':>10}")
+    for name, (title, goal, units, _, _) in cases.items():
+        mine, their = (statistics.median(s) for s in seconds[name])
+        print(f"{title:<46}{units / mine:>12.1f}{units / their:>12.1f}{'tokens/s':>10}{their / mine:>8.2f}{goal or '':>10}")
+        figures.append({"what": title, "ours, tokens/s": round(units / mine, 1), "Hugging Face, tokens/s": round(units / their, 1),
+                        "ratio": round(their / mine, 2), "to reach": goal,
+                        "ours, s": [round(s, 4) for s in seconds[name][0]], "Hugging Face, s": [round(s, 4) for s in seconds[name][1]]})
+    if a.out:
+        cpu = next((l.split(":")[1].strip() for l in open("/proc/cpuinfo") if l.startswith("model name")), platform.machine())
+        record = {"name": "compare_hf", "date": str(datetime.date.today()), "device": f"{a.threads} cores, {cpu}",
+                  "command": "make bench", "note": "FP32 weights on both sides; medians of runs that take turns", "figures": figures}
+        with open(a.out, "w") as f:
+            json.dump(record, f, indent=1)
+            f.write("\n")
+
+
+if __name__ == "__main__":
+    main()

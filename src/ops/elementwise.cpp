@@ -1,0 +1,22 @@
+#include "ops/elementwise.h"
+
+#include "base/error.h"
+#include "base/parallel.h"
+#include "ops/vector_math.h"
+
+namespace plumb::ops {
+
+void add(const float* x, int64_t n, float* into) {
+  for_lanes(n, [&](int64_t i, int64_t count) {
+    store_part(into + i, load_part(into + i, count) + load_part(x + i, count), count);
+  });
+}
+
+void add(const Tensor& x, const Tensor& into) {
+  PLUMB_CHECK(x.numel() == into.numel(), to_string(x.shape()) + " into " + to_string(into.shape()));
+  const float* from = x.f32();
+  float* to = into.f32();
+  parallel_for(into.numel(), 65536, [=](int64_t begin, int64_t end) { add(from + begin, end - begin, to + begin); });
+}
+
+}  // namespace plumb::ops

@@ -1,0 +1,14 @@
+// Sums of gradients and of partial results, element by element.
+#pragma once
+#include <cstdint>
+
+#include "base/tensor.h"
+
+namespace plumb::ops {
+
+// into += x, n elements, on the calling thread.
+void add(const float* x, int64_t n, float* into);
+// The same for whole f32 tensors of one size, on all threads.
+void add(const Tensor& x, const Tensor& into);
+
+}  // namespace plumb::ops
