@@ -66,9 +66,10 @@ nlohmann::ordered_json to_json(const ModelSession& s, const Generation& g) {
   nlohmann::ordered_json j;
   if (s.tokenizer) j["text"] = answer_text(s, g);
   j["finish_reason"] = g.stopped ? "stop" : "length";
-  auto& ids = j["tokens"] = nlohmann::ordered_json::array();
-  auto& logprobs = j["logprobs"] = nlohmann::ordered_json::array();
+  auto ids = nlohmann::ordered_json::array(), logprobs = nlohmann::ordered_json::array();
   for (const GeneratedToken& t : g.tokens) ids.push_back(t.id), logprobs.push_back(t.logprob);
+  j["tokens"] = std::move(ids);
+  j["logprobs"] = std::move(logprobs);
   return j;
 }
 
