@@ -1,7 +1,9 @@
-"""Defects of other implementations that only a whole process shows: memory. The other tests of such defects are listed in
+"""Defects of other implementations that only a whole process shows (memory), and the list of all tests of such defects,
 docs/testing.md."""
 import json
 import os
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -30,4 +32,15 @@ def test_memory_of_a_long_document_grows_with_its_length_only(tmp_path):
     small, medium, large = (peak(tmp_path / "model", tmp_path, n) for n in (2000, 4000, 8000))
     first, second = medium - small, large - medium  # for 2000 and for 4000 tokens more
     assert second < 2.5 * first + (8 << 20), (small, medium, large)  # 4 times if quadratic; 8 MB: what the allocator keeps
-    assert large < 600 << 20  # far below the 16 * 64 MB that the scores of 16 index heads would take
+    assert large < 600 << 20  # the scores of 16 index heads would take 1 GB
+
+
+def test_documentation_names_tests_that_exist():
+    root = pathlib.Path(__file__).parents[2]
+    text = (root / "docs" / "testing.md").read_text()
+    cpp = "\n".join(p.read_text() for p in (root / "tests").glob("*/*_test.cpp"))
+    names = set(re.findall(r"`([A-Z]\w+)\.([A-Z]\w+)`", text))
+    missing = [f"{a}.{b}" for a, b in names if not re.search(rf"TEST(_F|_P)?\({a},\s*{b}\)", cpp)]
+    scripts = set(re.findall(r"`(test_\w+\.py)::(\w+)`", text))
+    missing += [f"{a}::{b}" for a, b in scripts if f"def {b}(" not in (root / "tests" / "oracle" / a).read_text()]
+    assert len(names) > 40 and len(scripts) > 10 and missing == []
