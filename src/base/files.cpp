@@ -92,17 +92,29 @@ std::string read_text(const std::string& path) {
 // ---- Writing --------------------------------------------------------------------------------------------------------
 
 FileWriter::FileWriter(std::string path) : path_(std::move(path)) {
+  buffer_.reserve(1 << 20);
+  std::error_code error;
+  const fs::file_status status = fs::status(path_, error);
+  if (fs::is_directory(status)) fail(path_, "is a folder", "give the path of a file");
+  if (fs::exists(status) && !fs::is_regular_file(status)) {
+    fd_ = ::open(path_.c_str(), O_WRONLY | O_CLOEXEC);
+    if (fd_ < 0) fail_errno(path_, "cannot open", errno);
+    return;
+  }
+  if (fs::is_symlink(fs::symlink_status(path_, error))) {
+    const fs::path target = fs::weakly_canonical(path_, error);
+    if (!error) path_ = target.string();
+  }
   static std::atomic<int> serial{0};
   temporary_ = path_ + ".partial-" + std::to_string(::getpid()) + "-" + std::to_string(serial++);
   fd_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
   if (fd_ < 0) fail_errno(path_, "cannot create", errno);
-  buffer_.reserve(1 << 20);
 }
 
 FileWriter::~FileWriter() {
   if (fd_ < 0) return;
   ::close(fd_);
-  ::unlink(temporary_.c_str());
+  if (!temporary_.empty()) ::unlink(temporary_.c_str());
 }
 
 namespace {
@@ -135,11 +147,13 @@ void FileWriter::write(const void* data, size_t bytes) {
 void FileWriter::commit() {
   PLUMB_CHECK(fd_ >= 0, "commit twice");
   flush();
-  if (::fsync(fd_) != 0) fail_errno(path_, "cannot flush to the disk", errno);
-  if (::rename(temporary_.c_str(), path_.c_str()) != 0) fail_errno(path_, "cannot rename the finished file", errno);
+  if (!temporary_.empty()) {
+    if (::fsync(fd_) != 0) fail_errno(path_, "cannot flush to the disk", errno);
+    if (::rename(temporary_.c_str(), path_.c_str()) != 0) fail_errno(path_, "cannot rename the finished file", errno);
+  }
   ::close(fd_);
   fd_ = -1;
-  sync_folder(folder_of(path_));
+  if (!temporary_.empty()) sync_folder(folder_of(path_));
 }
 
 void write_text(const std::string& path, std::string_view text) {

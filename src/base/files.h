@@ -36,7 +36,9 @@ class MappedFile {
 std::string read_text(const std::string& path);
 
 // Writes `path` under a temporary name in the same folder; commit() makes it durable and renames it. Without commit()
-// the destructor removes it. Errors name the file; a full disk, a quota and a file size limit have their own message.
+// the destructor removes it. A symbolic link stays, the file it names is replaced. What is no regular file (a pipe, a
+// terminal, /dev/stdout) is written as it is, never replaced. Errors name the file; a full disk, a quota and a file
+// size limit have their own message.
 class FileWriter {
  public:
   explicit FileWriter(std::string path);
@@ -51,7 +53,7 @@ class FileWriter {
 
  private:
   void flush();
-  std::string path_, temporary_;
+  std::string path_, temporary_;  // temporary_ is empty for what is no regular file
   std::vector<char> buffer_;
   uint64_t written_ = 0;
   int fd_ = -1;

@@ -1,9 +1,11 @@
 #include "cli/commands.h"
 
+#include <algorithm>
 #include <CLI/CLI.hpp>
 #include <cstdio>
 
 #include "base/error.h"
+#include "config/nearest.h"
 
 namespace plumb::cli {
 
@@ -21,6 +23,20 @@ const std::vector<Command>& commands() {
   return list;
 }
 
+namespace {
+// Prints the error and returns true if `name` is neither a command nor an option.
+bool is_unknown_command(const std::string& name) {
+  if (name.starts_with('-')) return false;
+  std::vector<std::string> names;
+  for (const Command& c : commands()) names.push_back(c.name);
+  if (std::find(names.begin(), names.end(), name) != names.end()) return false;
+  const std::string near = nearest(name, names);
+  std::fprintf(stderr, "plumb: %s: is no command (%s)\n", name.c_str(),
+               near.empty() ? "plumb --help lists them" : ("did you mean " + near + "?").c_str());
+  return true;
+}
+}  // namespace
+
 int run(int argc, char** argv) {
   CLI::App app{"plumb: fine-tunes and serves DeepSeek-V4 from one set of weights and kernels", "plumb"};
   app.require_subcommand(1);
@@ -31,6 +47,7 @@ int run(int argc, char** argv) {
     sub->option_defaults()->always_capture_default();
     sub->parse_complete_callback([&action, run = c.setup(*sub)] { action = run; });
   }
+  if (argc > 1 && is_unknown_command(argv[1])) return 2;
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& e) {

@@ -1,7 +1,6 @@
 // plumb sample: one answer on the terminal, or answers for every line of a file.
 #include <CLI/CLI.hpp>
 #include <cstdio>
-#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
@@ -22,15 +21,32 @@ struct Arguments {
 
 std::vector<int> to_ids(const std::vector<int32_t>& ids) { return {ids.begin(), ids.end()}; }
 
-// {"prompt": text} is continued; {"messages": [...]} is answered.
-std::vector<int> prompt_of(const Json& json, const std::string& where, const ModelSession& s) {
-  if (const Json* messages = json.find("messages"))
-    return to_ids(encode_prompt(messages_from_json(*messages, json.find("tools")), s.chat, chat_tokenizer(s.text())));
-  const Json* prompt = json.find("prompt");
-  if (!prompt || !prompt->is_string() || prompt->text.empty())
-    fail(where, "has neither messages nor a prompt that is text",
-         "write {\"messages\": [...]} or {\"prompt\": \"...\"}");
-  return text_tokens(s, prompt->text);
+// {"prompt": text} (behind begin of sentence) or {"tokens": ids} is continued; {"messages": [...]} is answered.
+std::vector<int> prompt_of(const InputLine& line, const ModelSession& s) {
+  const std::string& where = line.where;
+  const Json json = parse_json(line.text, where);
+  const char* keys = R"(write {"messages": [...]}, {"prompt": "..."} or {"tokens": [...]})";
+  if (!json.is_object()) fail(where, std::string("is ") + kind_name(json.kind) + ", not an object", keys);
+  check_keys(json, where, {"messages", "tools", "prompt", "tokens"});
+  const Json *messages = json.find("messages"), *prompt = json.find("prompt"), *tokens = json.find("tokens");
+  if ((messages != nullptr) + (prompt != nullptr) + (tokens != nullptr) != 1)
+    fail(where, "needs exactly one of the keys messages, prompt, tokens", keys);
+  std::vector<int> ids;
+  if (tokens) {
+    ids = token_list(*tokens, where, s);
+  } else if (prompt) {
+    if (!prompt->is_string() || prompt->text.empty()) fail(where, "prompt is no text", keys);
+    ids = text_tokens(s, prompt->text);
+  } else {
+    const ChatTokenizer chat = chat_tokenizer(s.text());
+    try {
+      ids = to_ids(encode_prompt(messages_from_json(*messages, json.find("tools")), s.chat, chat));
+    } catch (const Error& e) {  // says which message; the line is known here
+      fail(where, e.what());
+    }
+  }
+  if (ids.empty()) fail(where, "the prompt is empty", keys);
+  return ids;
 }
 
 std::vector<int> message_prompt(const std::string& text, const ModelSession& s) {
@@ -48,11 +64,12 @@ std::string answer_text(const ModelSession& s, const Generation& g) {
 
 nlohmann::ordered_json to_json(const ModelSession& s, const Generation& g) {
   nlohmann::ordered_json j;
-  j["text"] = answer_text(s, g);
+  if (s.tokenizer) j["text"] = answer_text(s, g);
   j["finish_reason"] = g.stopped ? "stop" : "length";
-  auto& ids = j["tokens"] = nlohmann::ordered_json::array();
-  auto& logprobs = j["logprobs"] = nlohmann::ordered_json::array();
+  auto ids = nlohmann::ordered_json::array(), logprobs = nlohmann::ordered_json::array();
   for (const GeneratedToken& t : g.tokens) ids.push_back(t.id), logprobs.push_back(t.logprob);
+  j["tokens"] = std::move(ids);
+  j["logprobs"] = std::move(logprobs);
   return j;
 }
 
@@ -66,16 +83,9 @@ void sample_one(const Arguments& a, ModelSession& s, const GenerateOptions& opti
 }
 
 void sample_file(const Arguments& a, ModelSession& s, const GenerateOptions& options) {
-  std::ifstream in(a.input);
-  if (!in) fail(a.input, "cannot be read", "check the path");
   std::vector<GenerationRequest> requests;
-  std::string line;
-  for (int number = 1; std::getline(in, line); ++number) {
-    if (line.find_first_not_of(" \t\r") == std::string::npos) continue;
-    const std::string where = a.input + ":" + std::to_string(number);
-    requests.push_back({prompt_of(parse_json(line, where), where, s), a.sampling.params, requests.size()});
-  }
-  if (requests.empty()) fail(a.input, "has no line", "write one JSON object a line");
+  for (const InputLine& line : read_lines(a.input))
+    requests.push_back({prompt_of(line, s), a.sampling.params, requests.size()});
   FileWriter output(a.output);
   for (const Generation& g : generate(*s.weights, requests, options)) output.write(to_json(s, g).dump() + "\n");
   output.commit();
@@ -103,8 +113,8 @@ std::function<void()> setup_sample(CLI::App& app) {
   add_sampling_options(app, a->sampling);
   app.add_option("--message", a->message, "a user's message to answer");
   app.add_option("--prompt", a->prompt, "text to continue, behind begin of sentence");
-  app.add_option("--input", a->input, "JSONL: an object with messages or prompt a line");
-  app.add_option("--output", a->output, "JSONL: text, finish_reason, tokens, logprobs a line");
+  app.add_option("--input", a->input, "JSONL: an object with messages, prompt or tokens a line");
+  app.add_option("--output", a->output, "JSONL: text (given a tokenizer), finish_reason, tokens, logprobs a line");
   app.add_option("--batch", a->batch, "answers written side by side (changes no result)")->check(CLI::PositiveNumber);
   app.add_flag("--json", a->json, "print one JSON object instead of text");
   return [a] { sample(*a); };

@@ -1,6 +1,5 @@
 // plumb score: per-token log-probabilities of given tokens, text or messages, in the arithmetic of a numerics profile.
 #include <CLI/CLI.hpp>
-#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
@@ -21,46 +20,39 @@ struct Arguments {
 };
 
 // One line of the input -> token ids. `tokens`, `text` (behind begin of sentence, as in training) or `messages`.
-std::vector<int> read_line(const std::string& line, const std::string& where, const ModelSession& s) {
-  const Json json = parse_json(line, where);
+std::vector<int> read_line(const InputLine& line, const ModelSession& s) {
+  const std::string& where = line.where;
+  const Json json = parse_json(line.text, where);
   const char* keys = "give one of tokens (list of ids), text (string) or messages (list)";
   if (!json.is_object()) fail(where, std::string("is ") + kind_name(json.kind) + ", not an object", keys);
+  // The last three stand in training data and in what an earlier run has written; they change nothing here.
+  check_keys(json, where, {"tokens", "text", "messages", "tools", "mask", "logprobs", "routed_experts"});
+  const Json *tokens = json.find("tokens"), *text = json.find("text"), *messages = json.find("messages");
+  const int given = (tokens != nullptr) + (text != nullptr) + (messages != nullptr);
+  if (given != 1)
+    fail(where, given ? "has more than one of the keys tokens, text, messages" : "has nothing to score", keys);
   std::vector<int> ids;
-  if (const Json* tokens = json.find("tokens")) {
-    if (!tokens->is_array()) fail(where, "tokens is not a list", "write a list of token ids");
-    for (const Json& t : tokens->items) {
-      if (t.kind != Json::Kind::number || t.text.find_first_not_of("0123456789") != std::string::npos ||
-          t.text.size() > 9)
-        fail(where, "tokens holds " + python_dumps(t), "token ids are whole numbers");
-      ids.push_back(std::stoi(t.text));
-    }
-  } else if (const Json* text = json.find("text")) {
+  if (tokens) {
+    ids = token_list(*tokens, where, s);
+  } else if (text) {
     if (!text->is_string()) fail(where, "text is not a string", keys);
     ids = text_tokens(s, text->text);
-  } else if (const Json* messages = json.find("messages")) {
-    for (int32_t id :
-         encode_for_training(messages_from_json(*messages, json.find("tools")), s.chat, chat_tokenizer(s.text())).ids)
-      ids.push_back(id);
   } else {
-    fail(where, "has none of the keys tokens, text, messages", keys);
+    const ChatTokenizer chat = chat_tokenizer(s.text());
+    try {
+      for (int32_t id : encode_for_training(messages_from_json(*messages, json.find("tools")), s.chat, chat).ids)
+        ids.push_back(id);
+    } catch (const Error& e) {  // says which message; the line is known here
+      fail(where, e.what());
+    }
   }
   if (ids.empty()) fail(where, "has no token", keys);
-  for (int id : ids)
-    if (id >= s.weights->model.vocab_size)
-      fail(where, "token " + std::to_string(id) + " is not in the vocabulary",
-           "allowed: 0 to " + std::to_string(s.weights->model.vocab_size - 1));
   return ids;
 }
 
 std::vector<std::vector<int>> read_input(const Arguments& a, const ModelSession& s) {
-  std::ifstream in(a.input);
-  if (!in) fail(a.input, "cannot be read", "check the path");
   std::vector<std::vector<int>> documents;
-  std::string line;
-  for (int number = 1; std::getline(in, line); ++number)
-    if (line.find_first_not_of(" \t\r") != std::string::npos)
-      documents.push_back(read_line(line, a.input + ":" + std::to_string(number), s));
-  if (documents.empty()) fail(a.input, "has no line", "write one JSON object a line");
+  for (const InputLine& line : read_lines(a.input)) documents.push_back(read_line(line, s));
   return documents;
 }
 

@@ -1,11 +1,16 @@
 #include "cli/session.h"
 
+#include <algorithm>
+#include <charconv>
 #include <CLI/CLI.hpp>
 #include <filesystem>
+#include <sstream>
 
 #include "base/error.h"
+#include "base/files.h"
 #include "base/parallel.h"
 #include "checkpoint/checkpoint.h"
+#include "config/nearest.h"
 #include "model/adapter_files.h"
 
 namespace plumb::cli {
@@ -18,12 +23,13 @@ void add_model_options(CLI::App& app, ModelArguments& a) {
   app.add_option("--effort-profile", a.effort_profile, "generation of the checkpoint's effort texts")
       ->check(CLI::IsMember({"preview", "official"}));
   app.add_option("--effort", a.effort, "reasoning effort (thinking only): high or max; official also low");
-  app.add_option("--threads", a.threads, "threads, 0 = all cores")->check(CLI::NonNegativeNumber);
+  app.add_option("--threads", a.threads, "threads, 0 = all cores")->check(CLI::Range(0, 1024));
 }
 
 ModelSession open_model(const ModelArguments& a) {
   if (a.threads > 0) set_thread_count(a.threads);
   ModelSession s;
+  s.folder = a.model;
   s.numerics = numerics_from_name(a.numerics.c_str());
   s.weights = load_weights(Checkpoint::open(a.model));
   if (!a.adapter.empty()) s.adapter = load_adapter(a.adapter, s.weights->model);
@@ -37,7 +43,8 @@ ModelSession open_model(const ModelArguments& a) {
 
 const Tokenizer& ModelSession::text() const {
   if (!tokenizer)
-    fail("tokenizer.json", "is not in the model's folder", "put it there, or give token ids instead of text");
+    fail((std::filesystem::path(folder) / "tokenizer.json").string(), "is not there",
+         "put the model's tokenizer.json there, or give token ids instead of text");
   return *tokenizer;
 }
 
@@ -54,6 +61,42 @@ std::vector<int> text_tokens(const ModelSession& s, const std::string& text) {
   std::vector<int> ids = {s.weights->model.bos_token_id};
   for (int32_t id : s.text().encode(text, false)) ids.push_back(id);
   return ids;
+}
+
+std::vector<InputLine> read_lines(const std::string& path) {
+  std::istringstream in(read_text(path));
+  std::vector<InputLine> lines;
+  std::string line;
+  for (int number = 1; std::getline(in, line); ++number)
+    if (line.find_first_not_of(" \t\r") != std::string::npos)
+      lines.push_back({path + ":" + std::to_string(number), line});
+  if (lines.empty()) fail(path, "has no line", "write one JSON object a line");
+  return lines;
+}
+
+std::vector<int> token_list(const Json& list, const std::string& where, const ModelSession& s) {
+  if (!list.is_array()) fail(where, "tokens is not a list", "write a list of token ids");
+  const int vocabulary = s.weights->model.vocab_size;
+  std::vector<int> ids;
+  for (const Json& t : list.items) {
+    int id = -1;
+    const char* end = t.text.data() + t.text.size();
+    const auto [stop, error] = std::from_chars(t.text.data(), end, id);
+    const bool whole = t.kind == Json::Kind::number && error == std::errc() && stop == end;
+    if (!whole || id < 0 || id >= vocabulary)
+      fail(where, "tokens holds " + python_dumps(t),
+           "token ids are whole numbers from 0 to " + std::to_string(vocabulary - 1));
+    ids.push_back(id);
+  }
+  return ids;
+}
+
+void check_keys(const Json& object, const std::string& where, const std::vector<std::string>& known) {
+  for (const JsonMember& m : object.members) {
+    if (std::find(known.begin(), known.end(), m.key) != known.end()) continue;
+    const std::string near = nearest(m.key, known);
+    fail(where, "unknown key " + m.key, near.empty() ? "" : "the nearest known key is " + near);
+  }
 }
 
 std::vector<int> stop_tokens(const ModelSession& s) { return {s.weights->model.eos_token_id}; }

@@ -25,6 +25,7 @@ struct ModelArguments {
 void add_model_options(CLI::App& app, ModelArguments& a);
 
 struct ModelSession {
+  std::string folder;
   std::shared_ptr<ResidentWeights> weights;
   std::shared_ptr<const Adapter> adapter;  // nullptr = base model
   std::optional<Tokenizer> tokenizer;      // absent: the folder has no tokenizer.json
@@ -41,6 +42,19 @@ void add_sampling_options(CLI::App& app, SamplingArguments& a);
 
 // Plain text as the model has met it in training: begin of sentence, then the text without control tokens.
 std::vector<int> text_tokens(const ModelSession& s, const std::string& text);
+
+// The lines of a JSONL file that are not blank. Errors: cannot be read, has no line.
+struct InputLine {
+  std::string where;  // "file:number"
+  std::string text;
+};
+std::vector<InputLine> read_lines(const std::string& path);
+
+// A list of token ids of the model. Errors name `where` and the value.
+std::vector<int> token_list(const Json& list, const std::string& where, const ModelSession& s);
+
+// Error if an object has a key that is not in the list; names the nearest one.
+void check_keys(const Json& object, const std::string& where, const std::vector<std::string>& known);
 
 // The tokens that end an answer: the configuration's end of sentence.
 std::vector<int> stop_tokens(const ModelSession& s);

@@ -52,6 +52,20 @@ TEST_F(Files, WrittenFileAppearsAtCommitOnly) {
   EXPECT_EQ(count(), 1);
 }
 
+// A rename would put a file in place of the device or of the link.
+TEST_F(Files, DevicesAndLinksStayWhatTheyAre) {
+  fs::create_symlink("/dev/full", path("device"));
+  EXPECT_NE(message([&] { write_text(path("device"), "text"); }).find("the disk is full"), std::string::npos);
+  EXPECT_EQ(fs::read_symlink(path("device")), "/dev/full");
+  write_text(path("a"), "old");
+  fs::create_symlink("a", path("link"));
+  write_text(path("link"), "new");
+  EXPECT_EQ(fs::read_symlink(path("link")), "a");
+  EXPECT_EQ(read_text(path("a")), "new");
+  EXPECT_NE(message([&] { write_text(folder_.string(), "text"); }).find("is a folder"), std::string::npos);
+  EXPECT_EQ(count(), 3);
+}
+
 TEST_F(Files, FileOfAFailedWriterIsGoneAndTheOldOneStays) {
   write_text(path("a"), "old");
   try {
