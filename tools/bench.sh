@@ -10,6 +10,6 @@ tools/bootstrap.sh tests
 
 # PyTorch's CUDA build looks for its libraries even when it computes on the CPU.
 LD_LIBRARY_PATH="/usr/local/cuda/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" \
-  .venv/bin/python bench/compare_hf.py "$build/bench/step_bench" --out bench/results/compare_hf.json
+  .venv/bin/python bench/compare_hf.py "$build" --out bench/results/compare_hf.json
 
 python3 tools/performance_page.py
