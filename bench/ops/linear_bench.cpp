@@ -33,7 +33,7 @@ Linear random_weight(WeightFormat format, int out, int in, Random& random) {
       w.scale = Tensor::empty({(out + 127) / 128, (in + 127) / 128}, DType::f8_e8m0);
       break;
     case WeightFormat::fp4:
-      w.data = Tensor::empty({out, in / 2}, DType::u8);
+      w.data = Tensor::empty({out, in / 2}, DType::i8);
       w.scale = Tensor::empty({out, in / 32}, DType::f8_e8m0);
       break;
   }
