@@ -126,7 +126,7 @@ def with_tokenizer(model, tmp_path_factory):
 def test_text(with_tokenizer, tmp_path):
     folder, tokenizer = with_tokenizer
     text = "The quick brown fox, 12.5!"
-    ids = tokenizer.encode(text).ids
+    ids = [0] + tokenizer.encode(text).ids  # begin of sentence, as in training
     by_text, by_ids = score(folder, tmp_path, [{"text": text}, {"tokens": ids}])
     assert by_text["tokens"] == ids and by_text == by_ids
 
