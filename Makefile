@@ -7,11 +7,15 @@ NINJA_FLAGS ?=
 setup:
 	@tools/bootstrap.sh
 
-build: setup
-	@[ -f $(BUILD)/build.ninja ] || cmake -G Ninja -S . -B $(BUILD) -DCMAKE_BUILD_TYPE=Release $(CMAKE_FLAGS) > /dev/null
+$(BUILD)/build.ninja: | setup
+	@cmake -G Ninja -S . -B $(BUILD) -DCMAKE_BUILD_TYPE=Release $(CMAKE_FLAGS) > /dev/null
+
+build: setup $(BUILD)/build.ninja
 	@cmake --build $(BUILD) $(NINJA_FLAGS)
 
-demo: build
+# The program alone: the tests and the GPU kernels take longer to build than the demo to run.
+demo: setup $(BUILD)/build.ninja
+	@cmake --build $(BUILD) $(NINJA_FLAGS) --target plumb
 	@tools/demo.sh $(BUILD)/plumb
 
 test:
