@@ -22,7 +22,8 @@ CONTROL = [
 # V4's patterns: digits (there up to three), Chinese and Japanese, words with what stands before them and the rest.
 SPLITS = [
     r"\p{N}", "[一-龥\u3040-ゟ゠-ヿ]+",
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|"
+    r" ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 ]
 CHAT_FORMAT = pathlib.Path(__file__).parent.parent / "tests/golden/chat/constants.json"
 

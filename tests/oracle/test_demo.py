@@ -68,9 +68,10 @@ def test_example_files_are_those_of_the_script_and_do_not_overlap(tmp_path):
     subprocess.run([sys.executable, ROOT / "tools/make_tiny_corpus.py", "labels", tmp_path], check=True)
     for name in ("labels.jsonl", "label_questions.jsonl", "label_answers.txt"):
         assert (tmp_path / name).read_bytes() == (EXAMPLES / name).read_bytes()
-    asked = set((EXAMPLES / "label_answers.txt").read_text().splitlines())
-    taught = {line["messages"][-1]["content"] for line in lines(EXAMPLES / "labels.jsonl")}
-    assert len(asked) == 40 and not asked & taught
+    asked = [line["messages"][0]["content"] for line in lines(EXAMPLES / "label_questions.jsonl")]
+    taught = {line["messages"][0]["content"] for line in lines(EXAMPLES / "labels.jsonl")}
+    assert len(set(asked)) == len((EXAMPLES / "label_answers.txt").read_text().splitlines()) == 40
+    assert not taught & set(asked)
 
 
 def test_fine_tuning_lowers_the_loss_and_the_adapter_loads(tmp_path):
