@@ -78,7 +78,7 @@ ModelConfig pro() {
 
 ModelConfig tiny() {
   ModelConfig c = flash();
-  c.vocab_size = 1024;
+  c.vocab_size = 1280;
   c.hidden_size = 128;
   c.num_hidden_layers = 5;
   c.max_position_embeddings = 4096;
@@ -98,6 +98,7 @@ ModelConfig tiny() {
   c.n_routed_experts = 8;
   c.num_experts_per_tok = 2;
   c.num_hash_layers = 2;
+  c.initializer_range = 0.06;  // about 1 / sqrt(2 * hidden size): 0.02 suits widths of thousands
   return c;
 }
 

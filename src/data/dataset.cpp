@@ -92,12 +92,20 @@ class Reader {
     sample.mask.resize(sample.tokens.size(), mask);
   }
 
+  // A line may choose its own mode, so that one file teaches both.
+  ChatOptions chat_options(const Json& json) const {
+    Json own;
+    own.kind = Json::Kind::object;
+    if (const Json* mode = json.find("thinking_mode")) own.members.push_back({"thinking_mode", *mode});
+    return chat_options_from_json(own, "the line", options_.chat);
+  }
+
   void read_messages(const Json& json, const std::string& where, Sample& sample) const {
     const Json& messages = require(json, "messages", Json::Kind::array, where, "messages");
     text();
     try {
       const ChatTokens chat =
-          encode_for_training(messages_from_json(messages, json.find("tools")), options_.chat, chat_);
+          encode_for_training(messages_from_json(messages, json.find("tools")), chat_options(json), chat_);
       sample.tokens.assign(chat.ids.begin(), chat.ids.end());
       sample.mask = chat.mask;
     } catch (const Error& e) {  // says which message; the line is known here

@@ -14,9 +14,12 @@ struct Coefficients {
 };
 
 Tensor transposed(const Tensor& x) {
-  Tensor y = Tensor::empty({x.size(1), x.size(0)});
-  for (int64_t i = 0; i < x.size(0); ++i)
-    for (int64_t j = 0; j < x.size(1); ++j) y.f32()[j * x.size(0) + i] = x.f32()[i * x.size(1) + j];
+  const int64_t rows = x.size(0), cols = x.size(1);
+  Tensor y = Tensor::empty({cols, rows});
+  const float* from = x.f32();
+  float* to = y.f32();
+  for (int64_t i = 0; i < rows; ++i)
+    for (int64_t j = 0; j < cols; ++j) to[j * rows + i] = from[i * cols + j];
   return y;
 }
 
@@ -29,10 +32,14 @@ void newton_schulz_step(Tensor& x, const Coefficients& k) {
   const int64_t rows = x.size(0), cols = x.size(1);
   const Tensor gram = ops::linear(x, as_weight(x));
   Tensor mix = ops::linear(gram, as_weight(gram));  // G is symmetric to the bit: G G^T = G^2
-  for (int64_t i = 0; i < mix.numel(); ++i) mix.f32()[i] = k.b * gram.f32()[i] + k.c * mix.f32()[i];
+  const float* g = gram.f32();  // taken once: the elementwise work is as much as the products otherwise
+  float* m = mix.f32();
+  for (int64_t i = 0, n = mix.numel(); i < n; ++i) m[i] = k.b * g[i] + k.c * m[i];
   Tensor next = Tensor::empty(x.shape());
   ops::linear_backward_input(mix.f32(), rows, rows, as_weight(x), next.f32(), cols, false);  // mix x
-  for (int64_t i = 0; i < next.numel(); ++i) next.f32()[i] += k.a * x.f32()[i];
+  const float* from = x.f32();
+  float* to = next.f32();
+  for (int64_t i = 0, n = next.numel(); i < n; ++i) to[i] += k.a * from[i];
   x = next;
 }
 
@@ -60,14 +67,17 @@ void muon_step(const Tensor& w, const Tensor& grad, const Tensor& momentum, int 
     const Tensor part = w.rows(block * rows, (block + 1) * rows), g = grad.rows(block * rows, (block + 1) * rows);
     const Tensor m = momentum.rows(block * rows, (block + 1) * rows);
     Tensor ahead = Tensor::empty({rows, cols});  // Nesterov
-    for (int64_t i = 0; i < m.numel(); ++i) {
-      const double scaled = grad_scale * g.f32()[i], moved = o.momentum * m.f32()[i] + scaled;
-      m.f32()[i] = static_cast<float>(moved);
-      ahead.f32()[i] = static_cast<float>(o.momentum * moved + scaled);
+    const float* gradient = g.f32();
+    float *velocity = m.f32(), *looked = ahead.f32();
+    for (int64_t i = 0; i < rows * cols; ++i) {
+      const double scaled = grad_scale * gradient[i], moved = o.momentum * velocity[i] + scaled;
+      velocity[i] = static_cast<float>(moved);
+      looked[i] = static_cast<float>(o.momentum * moved + scaled);
     }
     const Tensor direction = orthogonalise(ahead);
-    for (int64_t i = 0; i < part.numel(); ++i)
-      part.f32()[i] = static_cast<float>(part.f32()[i] * keep - rate * direction.f32()[i]);
+    const float* step = direction.f32();
+    float* weight = part.f32();
+    for (int64_t i = 0; i < rows * cols; ++i) weight[i] = static_cast<float>(weight[i] * keep - rate * step[i]);
   }
 }
 

@@ -1,5 +1,7 @@
 #include "train/optimizer.h"
 
+#include "base/parallel.h"
+
 namespace plumb {
 
 OptimizerOptions optimizer_options(const RunConfig& config) {
@@ -20,14 +22,17 @@ Optimizer::Optimizer(const Trainee& trainee, const OptimizerOptions& options) : 
 }
 
 void Optimizer::step(Trainee& trainee, double lr, double grad_scale, int64_t step) {
-  for (size_t i = 0; i < moments_.size(); ++i) {
-    const Parameter& p = trainee.parameters[i];
-    const Moments& m = moments_[i];
-    if (by_muon(p))
-      muon_step(p.master, p.grad, m.first, p.blocks, options_.muon, lr, grad_scale);
-    else
-      adamw_step(p.master, p.grad, m.first, m.second, options_.adamw, lr, grad_scale, step);
-  }
+  // Parameters side by side: inside one the products of Muon are too small for several threads.
+  parallel_for(static_cast<int64_t>(moments_.size()), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Parameter& p = trainee.parameters[i];
+      const Moments& m = moments_[i];
+      if (by_muon(p))
+        muon_step(p.master, p.grad, m.first, p.blocks, options_.muon, lr, grad_scale);
+      else
+        adamw_step(p.master, p.grad, m.first, m.second, options_.adamw, lr, grad_scale, step);
+    }
+  });
   publish(trainee);
 }
 

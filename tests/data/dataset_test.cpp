@@ -89,6 +89,16 @@ TEST_F(DatasetTest, MessagesTrainTheAssistantsTurns) {
   EXPECT_EQ(s.mask, (Mask{0, 0, 0, 0, 0, 0, 1, 1}));
 }
 
+TEST_F(DatasetTest, ALineMayChooseItsThinkingMode) {
+  const std::string answer = R"({"role": "assistant", "content": "c", "reasoning_content": "d"})";
+  const std::string messages = R"("messages": [{"role": "user", "content": "ab"}, )" + answer + "]}\n";
+  const Dataset d = read("{" + messages + R"({"thinking_mode": "thinking", )" + messages);
+  EXPECT_EQ(d.samples[0].tokens, (Ids{0, 29, 2, 3, 30, 32, 4, 1}));  // the mode of the run: </think>, c
+  EXPECT_EQ(d.samples[1].tokens, (Ids{0, 29, 2, 3, 30, 31, 5, 32, 4, 1}));
+  EXPECT_EQ(d.samples[1].mask, (Mask{0, 0, 0, 0, 0, 0, 1, 1, 1, 1}));
+  expect_error(R"({"thinking_mode": "loud", )" + messages, ":1", "loud");
+}
+
 TEST_F(DatasetTest, LongTextIsContinuedAndOthersAreCutOff) {
   Dataset d = read(R"({"text": "abcdefghijklmnopqrstuvwxyz"})");
   ASSERT_EQ(d.samples.size(), 2u);  // 28 tokens with begin and end
