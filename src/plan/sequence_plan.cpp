@@ -1,6 +1,7 @@
 #include "plan/sequence_plan.h"
 
 #include <algorithm>
+#include <limits>
 #include <string>
 
 #include "base/error.h"
@@ -53,17 +54,33 @@ void add_entries(CompressionPlan& plan, const Run& run, int rows, int pending_ba
   }
 }
 
-// Row at position t sees the entries i < floor((t+1) / ratio) of its sequence, numbered from `base` (spec 3.6).
-void add_visible(CompressionPlan& plan, const Run& run, int base) {
+// Where the entries of one sequence are stored: `size` of them in consecutive rows from base[0], the next ones from
+// base[1], and so on.
+struct EntryBlocks {
+  int size = std::numeric_limits<int>::max();
+  std::vector<int> base;
+  int row(int entry) const { return base[entry / size] + entry % size; }
+};
+
+// Row at position t sees the entries i < floor((t+1) / ratio) of its sequence (spec 3.6).
+void add_visible(CompressionPlan& plan, const Run& run, const EntryBlocks& blocks) {
   EntryRanges& visible = plan.visible;
   for (int t = run.start; t < run.end(); ++t) {
-    const int count = (t + 1) / plan.ratio;
-    if (count > 0) visible.range.push_back({base, base + count});
+    const size_t begin = visible.range.size();
+    int left = (t + 1) / plan.ratio;
+    for (size_t b = 0; left > 0; ++b) {
+      const int first = blocks.base[b], count = std::min(left, blocks.size);
+      if (visible.range.size() > begin && visible.range.back().last == first)
+        visible.range.back().last += count;
+      else
+        visible.range.push_back({first, first + count});
+      left -= count;
+    }
     visible.begin.push_back(static_cast<int>(visible.range.size()));
   }
 }
 
-void add_tokens(SequencePlan& plan, const std::vector<int>& tokens, int start, int document) {
+void add_tokens(SequencePlan& plan, std::span<const int> tokens, int start, int document) {
   for (size_t i = 0; i < tokens.size(); ++i) {
     plan.token.push_back(tokens[i]);
     plan.position.push_back(start + static_cast<int>(i));
@@ -87,16 +104,69 @@ void check_slots(const PlanShape& shape, const CacheShape& cache, const CacheSlo
   }
 }
 
+// Where one ratio of one cached sequence lives.
+struct CompressionSlots {
+  EntryBlocks entries;
+  int pending_base = 0;
+};
+
 // One ratio of one cached sequence: new entries, what its rows see, which rows stay pending afterwards.
-void add_cached_compression(CompressionPlan& plan, const Run& run, int rows, int entry_base, int pending_base) {
-  const int first_new = run.start / plan.ratio;
-  add_entries(plan, run, rows, pending_base);
-  for (int i = first_new; i < run.end() / plan.ratio; ++i) plan.slot.push_back(entry_base + i);
-  add_visible(plan, run, entry_base);
+void add_cached_compression(CompressionPlan& plan, const Run& run, int rows, const CompressionSlots& slots) {
+  add_entries(plan, run, rows, slots.pending_base);
+  for (int i = run.start / plan.ratio; i < run.end() / plan.ratio; ++i) plan.slot.push_back(slots.entries.row(i));
+  add_visible(plan, run, slots.entries);
   for (int p = std::max(run.start, first_needed(plan, run.end())); p < run.end(); ++p) {
     plan.pending_row.push_back(run.first_row + p - run.start);
-    plan.pending_slot.push_back(pending_base + p % plan.slots);
+    plan.pending_slot.push_back(slots.pending_base + p % plan.slots);
   }
+}
+
+SequencePlan empty_step(const PlanShape& shape, const CacheShape& cache) {
+  SequencePlan plan;
+  plan.csa = empty_compression(shape.csa_ratio, true);
+  plan.hca = empty_compression(shape.hca_ratio, false);
+  plan.key_rows = cache.key_rows;
+  if (shape.csa_ratio > 0) plan.csa.entries = cache.csa_entries;
+  if (shape.hca_ratio > 0) plan.hca.entries = cache.hca_entries;
+  return plan;
+}
+
+// The rows of one cached sequence in a step of `rows` rows; key_slot(position) says where a window key is stored. The
+// last `wanted` rows are wanted.
+template <class KeySlot>
+void add_cached_run(SequencePlan& plan, const PlanShape& shape, const Run& run, int rows, int wanted,
+                    const KeySlot& key_slot, const CompressionSlots& csa, const CompressionSlots& hca) {
+  for (int t = run.start; t < run.end(); ++t) {
+    for (int p = std::max(0, t - shape.window + 1); p <= t; ++p) plan.window.row.push_back(key_slot(p));
+    plan.window.begin.push_back(static_cast<int>(plan.window.row.size()));
+    plan.key_slot.push_back(key_slot(t));
+    if (t >= run.end() - wanted) plan.wanted.push_back(run.first_row + t - run.start);
+  }
+  if (shape.csa_ratio > 0) add_cached_compression(plan.csa, run, rows, csa);
+  if (shape.hca_ratio > 0) add_cached_compression(plan.hca, run, rows, hca);
+}
+
+// What the plan of a step reads and writes must be on pages that the sequence holds.
+void check_pages(const PlanShape& shape, const PageShape& pages, const PagedRun& run) {
+  const int total = run.length + static_cast<int>(run.tokens.size());
+  const int count = (total + pages.positions - 1) / pages.positions;
+  PLUMB_CHECK(run.length >= 0 && 0 <= run.wanted && run.wanted <= static_cast<int>(run.tokens.size()));
+  PLUMB_CHECK(static_cast<int>(run.table->key_page.size()) >= count, std::to_string(total) + " positions");
+  PLUMB_CHECK(static_cast<int>(run.table->entry_page.size()) >= count, std::to_string(total) + " positions");
+  const int oldest = std::max(0, run.length - shape.window + 1) / pages.positions;
+  for (int i = 0; i < count; ++i) {
+    const int key = run.table->key_page[i], entry = run.table->entry_page[i];
+    PLUMB_CHECK(key < pages.key_pages && (key >= 0 || i < oldest), "key page " + std::to_string(i));
+    PLUMB_CHECK(0 <= entry && entry < pages.entry_pages, "entry page " + std::to_string(i));
+  }
+}
+
+CompressionSlots paged_slots(const std::vector<int>& page, int positions, int ratio, int pending_base) {
+  CompressionSlots slots{{}, pending_base};
+  if (ratio == 0) return slots;
+  slots.entries.size = positions / ratio;
+  for (int p : page) slots.entries.base.push_back(p * slots.entries.size);
+  return slots;
 }
 
 }  // namespace
@@ -119,7 +189,7 @@ SequencePlan plan_documents(const PlanShape& shape, const std::vector<std::vecto
       if (c->ratio == 0) continue;
       const int base = c->new_entries();
       add_entries(*c, run, rows, -1);
-      add_visible(*c, run, base);
+      add_visible(*c, run, {std::numeric_limits<int>::max(), {base}});
     }
   }
   plan.key_rows = rows;
@@ -134,12 +204,7 @@ SequencePlan plan_cached_step(const PlanShape& shape, const CacheShape& cache, c
                               bool want_all) {
   check_shape(shape);
   PLUMB_CHECK(slots.size() == tokens.size() && length.size() == tokens.size());
-  SequencePlan plan;
-  plan.csa = empty_compression(shape.csa_ratio, true);
-  plan.hca = empty_compression(shape.hca_ratio, false);
-  plan.key_rows = cache.key_rows;
-  if (shape.csa_ratio > 0) plan.csa.entries = cache.csa_entries;
-  if (shape.hca_ratio > 0) plan.hca.entries = cache.hca_entries;
+  SequencePlan plan = empty_step(shape, cache);
   int rows = 0;
   for (const auto& t : tokens) rows += static_cast<int>(t.size());
   for (size_t i = 0; i < tokens.size(); ++i) {
@@ -149,14 +214,36 @@ SequencePlan plan_cached_step(const PlanShape& shape, const CacheShape& cache, c
     check_slots(shape, cache, s, run.start, run.count);
     add_tokens(plan, tokens[i], run.start, static_cast<int>(i));
     const auto key_slot = [&](int position) { return s.key_base + position % s.key_capacity; };
-    for (int t = run.start; t < run.end(); ++t) {
-      for (int p = std::max(0, t - shape.window + 1); p <= t; ++p) plan.window.row.push_back(key_slot(p));
-      plan.window.begin.push_back(static_cast<int>(plan.window.row.size()));
-      plan.key_slot.push_back(key_slot(t));
-      if (want_all || t + 1 == run.end()) plan.wanted.push_back(run.first_row + t - run.start);
-    }
-    if (shape.csa_ratio > 0) add_cached_compression(plan.csa, run, rows, s.csa_base, s.csa_pending_base);
-    if (shape.hca_ratio > 0) add_cached_compression(plan.hca, run, rows, s.hca_base, s.hca_pending_base);
+    const CompressionSlots csa{{std::numeric_limits<int>::max(), {s.csa_base}}, s.csa_pending_base};
+    const CompressionSlots hca{{std::numeric_limits<int>::max(), {s.hca_base}}, s.hca_pending_base};
+    add_cached_run(plan, shape, run, rows, want_all ? run.count : 1, key_slot, csa, hca);
+  }
+  return plan;
+}
+
+CacheShape cache_shape(const PlanShape& shape, const PageShape& pages) {
+  const auto entries = [&](int ratio) { return ratio > 0 ? pages.entry_pages * (pages.positions / ratio) : 0; };
+  return {pages.key_pages * pages.positions, entries(shape.csa_ratio), entries(shape.hca_ratio)};
+}
+
+SequencePlan plan_paged_step(const PlanShape& shape, const PageShape& pages, const std::vector<PagedRun>& runs) {
+  check_shape(shape);
+  for (int ratio : {shape.csa_ratio, shape.hca_ratio})
+    PLUMB_CHECK(pages.positions > 0 && (ratio == 0 || pages.positions % ratio == 0));
+  SequencePlan plan = empty_step(shape, cache_shape(shape, pages));
+  int rows = 0;
+  for (const PagedRun& r : runs) rows += static_cast<int>(r.tokens.size());
+  for (size_t i = 0; i < runs.size(); ++i) {
+    const PagedRun& r = runs[i];
+    const Run run{plan.rows(), r.length, static_cast<int>(r.tokens.size())};
+    if (run.count == 0) continue;
+    check_pages(shape, pages, r);
+    add_tokens(plan, r.tokens, run.start, static_cast<int>(i));
+    const int size = pages.positions;
+    const auto key_slot = [&](int position) { return r.table->key_page[position / size] * size + position % size; };
+    add_cached_run(plan, shape, run, rows, r.wanted, key_slot,
+                   paged_slots(r.table->entry_page, size, shape.csa_ratio, r.table->csa_pending_base),
+                   paged_slots(r.table->entry_page, size, shape.hca_ratio, r.table->hca_pending_base));
   }
   return plan;
 }

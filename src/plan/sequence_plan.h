@@ -6,6 +6,7 @@
 // `key_slot` says where the batch's own keys are stored.
 #pragma once
 #include <cstdint>
+#include <span>
 #include <vector>
 
 namespace plumb {
@@ -85,5 +86,29 @@ struct CacheShape {  // totals of the cache over all sequences
 SequencePlan plan_cached_step(const PlanShape& shape, const CacheShape& cache, const std::vector<CacheSlots>& slots,
                               const std::vector<int>& length, const std::vector<std::vector<int>>& tokens,
                               bool want_all);
+
+// The same over a paged cache. Page number i of a sequence holds what belongs to its positions [i*P, (i+1)*P), P a
+// multiple of both ratios: in a key page P window keys, in an entry page P/csa_ratio and P/hca_ratio entries. The two
+// are separate pools, because keys are given back once the window has passed and entries stay.
+struct PageShape {
+  int positions = 0;                   // P
+  int key_pages = 0, entry_pages = 0;  // pages of the cache over all sequences
+};
+CacheShape cache_shape(const PlanShape& shape, const PageShape& pages);
+
+struct PageTable {            // of one sequence
+  std::vector<int> key_page;  // [pages] -1 = given back
+  std::vector<int> entry_page;
+  int csa_pending_base = 0, hca_pending_base = 0;  // pending slots as in CacheSlots
+};
+
+// The next tokens of one sequence whose first `length` tokens are in the cache. The last `wanted` rows are wanted.
+struct PagedRun {
+  const PageTable* table = nullptr;
+  int length = 0;
+  std::span<const int> tokens;
+  int wanted = 0;
+};
+SequencePlan plan_paged_step(const PlanShape& shape, const PageShape& pages, const std::vector<PagedRun>& runs);
 
 }  // namespace plumb

@@ -1,0 +1,134 @@
+// The rollout engine: many requests over one model, one cache and one forward pass a step. A step takes the next token
+// of every answer that is being written and, as far as its budget of rows goes, chunks of prompts. No threads, no
+// sockets: who owns the engine calls step() until it is idle.
+//
+// What a request gets depends on the request alone (and on the adapter versions published meanwhile, if it follows
+// them): not on the batch, the chunks, or on having been preempted. Its log-probabilities have the bits of the training
+// forward pass over the finished sequence.
+#pragma once
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "model/forward.h"
+#include "rollout/adapters.h"
+#include "rollout/pages.h"
+#include "rollout/sampler.h"
+
+namespace plumb {
+
+using RequestId = uint64_t;
+
+struct Request {
+  std::vector<int> prompt;  // at least one token
+  SamplingParams sampling;
+  uint64_t key = 0;                        // of the random numbers, with the seed and the position
+  std::string adapter;                     // a name in the registry; empty = base model
+  std::optional<int64_t> adapter_version;  // pins that version; otherwise the newest one makes each token
+  int priority = 0;                        // higher ones first; equal ones in order of arrival
+  bool prompt_logprobs = false;
+  bool routed_experts = false;
+};
+
+enum class Finish { none, stop, length };
+
+struct Event {  // one sampled token
+  RequestId request = 0;
+  GeneratedToken token;
+  Finish finish = Finish::none;        // not none: the last token of the request
+  std::vector<float> prompt_logprobs;  // on request, with the first token: [prompt - 1], of prompt tokens 1, 2, ...
+  // On request, with the last token: i32 [prompt + answer - 1, layers, experts of a token]. The last token has been
+  // through no layer.
+  Tensor routed;
+};
+
+struct EngineOptions {
+  Numerics numerics = Numerics::released;
+  int max_running = 16;                // sequences in the cache at a time
+  int token_budget = 512;              // rows of a step; at least max_running, so that nobody's next token waits
+  int prefill_chunk = 256;             // rows of one sequence in a step
+  int key_pages = 0, entry_pages = 0;  // size of the cache, see pages.h
+  // Sees every plan before it runs. For tests, which plant errors to show that they would be found.
+  std::function<void(SequencePlan&)> edit_plan;
+};
+
+struct EngineStats {
+  int waiting = 0, running = 0;
+  int free_key_pages = 0, free_entry_pages = 0;
+  int held_key_pages = 0, held_entry_pages = 0;  // by running sequences
+  int64_t steps = 0, rows = 0, preemptions = 0;  // since the start
+};
+
+class Engine {
+ public:
+  // The weights must outlive the engine. registry: may be nullptr (no adapters).
+  Engine(WeightStore& weights, const EngineOptions& options, std::shared_ptr<AdapterRegistry> registry = nullptr);
+
+  // Puts a request into the queue. Errors: a token outside the vocabulary, options out of range, longer than the model
+  // or the cache can hold, unknown adapter or version.
+  RequestId submit(Request request);
+  // Ends a request without an event and frees what it holds. false: it is not there (any more).
+  bool cancel(RequestId id);
+  // One forward pass. Returns the tokens that it made, in order of priority and arrival; empty if only prompts were
+  // read.
+  std::vector<Event> step();
+  bool idle() const { return waiting_.empty() && running_.empty(); }
+  EngineStats stats() const;
+
+ private:
+  // From position `first` on, rows are computed with `adapter`.
+  struct AdapterSpan {
+    int first;
+    AdapterRef adapter;
+  };
+  struct Sequence {
+    RequestId id = 0;
+    Request request;
+    std::vector<int> tokens;  // prompt, then the answer so far
+    int length = 0;           // tokens whose rows are in the cache
+    int computed = 0;         // tokens whose rows have ever been: `length` falls behind it by preemption
+    int lane = -1;            // pending slots; -1 = waiting
+    int rows = 0;             // of this step
+    PageTable table;
+    AdapterRef adapter;
+    std::vector<AdapterSpan> spans;  // of the computed rows
+    std::vector<float> prompt_logprobs;
+    std::vector<int32_t> routed;
+    bool samples() const { return rows > 0 && length + rows == static_cast<int>(tokens.size()); }
+  };
+  // Place in the order of the engine: by falling priority, then by arrival.
+  struct Order {
+    int priority;
+    RequestId id;
+    bool operator<(const Order& o) const { return priority != o.priority ? priority > o.priority : id < o.id; }
+  };
+  using Sequences = std::map<Order, Sequence>;
+
+  void admit();
+  void schedule();
+  void preempt(Sequences::iterator it);
+  void release(Sequence& s);
+  int wanted_rows(const Sequence& s) const;
+  SequencePlan make_plan() const;
+  AdapterBatch adapters_of_rows();
+  void keep_routed(const Taps& taps);
+  std::vector<Event> take_results(const Tensor& hidden);
+  Event take_token(Sequence& s, std::span<const float> logits);
+
+  WeightStore& weights_;
+  EngineOptions options_;
+  std::shared_ptr<AdapterRegistry> registry_;
+  PlanShape shape_;
+  PagePools pools_;
+  KvCache cache_;
+  std::vector<int> free_lanes_;
+  Sequences waiting_, running_;
+  RequestId next_id_ = 1;
+  int64_t steps_ = 0, rows_ = 0, preemptions_ = 0;
+};
+
+}  // namespace plumb
