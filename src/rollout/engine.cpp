@@ -5,6 +5,7 @@
 #include <iterator>
 
 #include "base/error.h"
+#include "base/parallel.h"
 #include "ops/head.h"
 
 namespace plumb {
@@ -248,13 +249,13 @@ void Engine::keep_routed(const Taps& taps) {
 // sequences gone.
 std::vector<Event> Engine::take_results(const Tensor& hidden) {
   std::vector<int> known_rows, target, sampled_rows;
-  std::vector<Sequence*> known_of;
+  std::vector<Sequence*> known_of, sampled_of;
   int at = 0;
   for (auto& [order, s] : running_) {
     const int wanted = wanted_rows(s), end = s.length + s.rows;
     for (int t = end - wanted; t < end; ++t, ++at) {
       if (s.samples() && t + 1 == end) {
-        sampled_rows.push_back(at);
+        sampled_rows.push_back(at), sampled_of.push_back(&s);
       } else {
         known_rows.push_back(at), known_of.push_back(&s);
         target.push_back(s.tokens[t + 1]);
@@ -266,18 +267,27 @@ std::vector<Event> Engine::take_results(const Tensor& hidden) {
     const Tensor logprobs = ops::head_logprobs(copy_rows(hidden, known_rows), head, target);
     for (size_t i = 0; i < known_of.size(); ++i) known_of[i]->prompt_logprobs.push_back(logprobs.f32()[i]);
   }
-  Tensor logits;
-  if (!sampled_rows.empty()) logits = ops::head_logits(copy_rows(hidden, sampled_rows), head);
+  std::vector<GeneratedToken> sampled(sampled_rows.size());
+  if (!sampled.empty()) {
+    const Tensor logits = ops::head_logits(copy_rows(hidden, sampled_rows), head);
+    const size_t vocab = static_cast<size_t>(logits.size(1));
+    parallel_for(logits.size(0), 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const Request& r = sampled_of[i]->request;
+        sampled[i] = sample_token({logits.f32() + i * logits.size(1), vocab}, r.sampling, r.key, sampled_of[i]->tokens,
+                                  r.prompt.size());
+      }
+    });
+  }
 
   std::vector<Event> events;
-  int64_t row = 0;
+  size_t next = 0;
   for (auto it = running_.begin(); it != running_.end();) {
     Sequence& s = it->second;
     const bool samples = s.samples();
     s.length += s.rows, s.computed = std::max(s.computed, s.length), s.rows = 0;
     if (samples) {
-      const size_t vocab = static_cast<size_t>(logits.size(1));
-      events.push_back(take_token(s, {logits.f32() + row++ * logits.size(1), vocab}));
+      events.push_back(take_token(s, std::move(sampled[next++])));
       if (events.back().finish != Finish::none) {
         release(s);
         it = running_.erase(it);
@@ -290,12 +300,12 @@ std::vector<Event> Engine::take_results(const Tensor& hidden) {
   return events;
 }
 
-Event Engine::take_token(Sequence& s, std::span<const float> logits) {
+Event Engine::take_token(Sequence& s, GeneratedToken token) {
   const SamplingParams& p = s.request.sampling;
   const size_t prompt = s.request.prompt.size();
   Event e;
   e.request = s.id;
-  e.token = sample_token(logits, p, s.request.key, s.tokens, prompt);
+  e.token = std::move(token);
   if (!s.spans.empty()) e.token.adapter_version = s.spans.back().adapter->version;
   if (s.tokens.size() == prompt) e.prompt_logprobs = std::move(s.prompt_logprobs);
   s.tokens.push_back(e.token.id);

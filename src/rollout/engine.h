@@ -10,7 +10,6 @@
 #include <map>
 #include <memory>
 #include <optional>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -117,7 +116,7 @@ class Engine {
   AdapterBatch adapters_of_rows();
   void keep_routed(const Taps& taps);
   std::vector<Event> take_results(const Tensor& hidden);
-  Event take_token(Sequence& s, std::span<const float> logits);
+  Event take_token(Sequence& s, GeneratedToken token);
 
   WeightStore& weights_;
   EngineOptions options_;

@@ -66,6 +66,33 @@ TEST_F(Rollout, LogProbabilitiesAreThoseOfTrainingWhateverTheSchedule) {
   EXPECT_GT(tokens, 5000);
 }
 
+// Pages of 128 positions, as the released model has them; prompts that end around a page and around the window.
+TEST_F(Rollout, LogProbabilitiesAreThoseOfTrainingAtTheReleasedRatios) {
+  ModelConfig c = tiny_config();
+  c.hca_ratio = 128, c.sliding_window = 128, c.num_hidden_layers = 3;
+  c.layer_kinds = {LayerKind::csa, LayerKind::hca, LayerKind::window, LayerKind::window};
+  const auto model = random_model(c, 3);
+  const auto registry = three_adapters(c);
+  int64_t preemptions = 0;
+  for (uint64_t seed = 0; seed < 6; ++seed) {
+    std::vector<Request> work;
+    for (int length : {1, 126, 127, 128, 129, 252, 255, 256}) {
+      Request r;
+      r.prompt = random_tokens(c, length, seed * 1000 + length);
+      r.key = work.size(), r.sampling.max_tokens = 6;
+      if (work.size() % 3 == seed % 3) r.adapter = "a1";
+      work.push_back(r);
+    }
+    EngineOptions o = random_circumstances(work, plan_shape(c), seed);
+    o.prefill_chunk *= 3, o.key_pages += 1;  // a larger chunk may touch one page more
+    Engine engine(*model, o, registry);
+    const auto outcomes = run_schedule(engine, work, seed, false, [](const Engine&) {});
+    ASSERT_EQ(mismatches(*model, o.numerics, outcomes, *registry), 0) << "seed " << seed;
+    preemptions += engine.stats().preemptions;
+  }
+  EXPECT_GT(preemptions, 0);
+}
+
 TEST_F(Rollout, TheSameTokensWhateverTheSchedule) {
   for (uint64_t seed = 1000; seed < 1015; ++seed) {
     const std::vector<Request> work = random_work(model_->model, seed);
