@@ -141,6 +141,8 @@ void parallel_for(int64_t n, int64_t grain, const std::function<void(int64_t, in
   p->run(n, std::max(grain, even), body);
 }
 
+bool inside_parallel_for() { return inside_loop; }
+
 int thread_count() { return the_pool()->threads(); }
 
 void set_thread_count(int n) {

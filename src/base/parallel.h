@@ -11,6 +11,9 @@ namespace plumb {
 // thread alone.
 void parallel_for(int64_t n, int64_t grain, const std::function<void(int64_t begin, int64_t end)>& body);
 
+// Whether the caller is itself a body of parallel_for, so that a nested call would run on this thread alone.
+bool inside_parallel_for();
+
 // Threads used by parallel_for, the caller's included. Default: the cores this process may use. n >= 1.
 int thread_count();
 void set_thread_count(int n);

@@ -94,6 +94,20 @@ void interleave(const RowOperand& a, int64_t m, int rows, int64_t k0, int64_t k1
     for (int r = 0; r < rows; ++r) out[r] = source[r * a.row_stride];
 }
 
+struct Panel {
+  const float* data;
+  int64_t stride;
+};
+// Weights [k0, k1) of one panel: widened into `scratch`, or in place if they are used once and are what a tile reads.
+Panel panel_at(const MatmulKernels& kernel, const PanelOperand& b, int64_t n, int64_t k0, int64_t k1, bool used_once,
+               float* scratch) {
+  if (used_once && b.format == WeightFormat::f32 && !b.outputs_are_rows)
+    return {reinterpret_cast<const float*>(b.data + k0 * b.row_bytes) + n,
+            b.row_bytes / static_cast<int64_t>(sizeof(float))};
+  kernel.widen(b, n, k0, k1, scratch);
+  return {scratch, kernel.lanes};
+}
+
 // One tile of c: rows [m0, m1), outputs [n0, n1), all k.
 void block(const MatmulKernels& kernel, int64_t m0, int64_t m1, int64_t n0, int64_t n1, int64_t k, const RowOperand& a,
            const PanelOperand& b, float* c, int64_t ldc, bool accumulate) {
@@ -108,11 +122,11 @@ void block(const MatmulKernels& kernel, int64_t m0, int64_t m1, int64_t n0, int6
       interleave(a, m0 + first, static_cast<int>(groups.begin(g + 1) - first), k0, k1, packed + first * (k1 - k0));
     }
     for (int64_t n = n0; n < n1; n += kernel.lanes) {
-      kernel.widen(b, n, k0, k1, panel);
       const int valid = static_cast<int>(std::min<int64_t>(kernel.lanes, n1 - n));
+      const Panel p = panel_at(kernel, b, n, k0, k1, groups.count == 1 && valid == kernel.lanes, panel);
       for (int64_t g = 0; g < groups.count; ++g) {
         const int64_t first = groups.begin(g);
-        kernel.tile(static_cast<int>(groups.begin(g + 1) - first), packed + first * (k1 - k0), panel, k1 - k0,
+        kernel.tile(static_cast<int>(groups.begin(g + 1) - first), packed + first * (k1 - k0), p.data, p.stride, k1 - k0,
                     c + (m0 + first) * ldc + n, ldc, valid, accumulate || k0 > 0);
       }
     }
@@ -160,7 +174,8 @@ void matmul(int64_t m, const RowOperand& a, const PanelOperand& b, float* c, int
   const int64_t fewest = (m + kBlockRows - 1) / kBlockRows, even = round_up(fewest, thread_count());
   const int64_t blocks = fewest > 1 && m / even >= kBlockRows / 3 ? even : fewest;
   const Groups row_blocks(m, static_cast<int>((m + blocks - 1) / blocks));
-  const int64_t wanted = std::max<int64_t>(1, 2 * thread_count() / row_blocks.count);  // blocks across
+  // Blocks across: none to spare for other threads inside a loop, where they would only pack A again.
+  const int64_t wanted = inside_parallel_for() ? 1 : std::max<int64_t>(1, 2 * thread_count() / row_blocks.count);
   const int64_t width = std::clamp(round_up((n + wanted - 1) / wanted, kernel.lanes), int64_t{64}, int64_t{512});
   const int64_t across = (n + width - 1) / width, tasks = row_blocks.count * across;
   const int64_t work = (m + 8) * n * k / tasks;

@@ -18,8 +18,9 @@ struct MatmulKernels {
   // panel [k1-k0][lanes] = B[n0 + lane, k]; lanes at or beyond the last output hold any finite or other value.
   void (*widen)(const PanelOperand& b, int64_t n0, int64_t k0, int64_t k1, float* panel);
 
-  // c [rows, valid] (+)= a [k][rows] (interleaved) times panel [k][lanes].
-  void (*tile)(int rows, const float* a, const float* panel, int64_t k, float* c, int64_t ldc, int valid, bool load);
+  // c [rows, valid] (+)= a [k][rows] (interleaved) times panel [k][lanes], whose rows lie `stride` floats apart.
+  void (*tile)(int rows, const float* a, const float* panel, int64_t stride, int64_t k, float* c, int64_t ldc,
+               int valid, bool load);
 
   // Outputs n0..n1 of 1 to kFewRows rows of x over all k, for operands whose rows are the outputs.
   void (*few_rows)(int rows, const float* x, int64_t ldx, const PanelOperand& b, int64_t n0, int64_t n1, float* c,

@@ -186,6 +186,17 @@ PLUMB_INLINE typename V::F adjacent(const uint8_t* p) {
 template <class V, WeightFormat f>
 void widen_columns(const PanelOperand& b, int64_t n0, int64_t k0, int64_t k1, float* panel) {
   constexpr int lanes = 2 * V::width, per_unit = kPerUnit<f>;
+  if constexpr (f == WeightFormat::f32) {
+    if (n0 + lanes <= b.columns) {  // both halves at once: each cache line of a row is met once
+      const float* source = reinterpret_cast<const float*>(b.data + k0 * b.row_bytes) + n0;
+      const int64_t stride = b.row_bytes / static_cast<int64_t>(sizeof(float));
+      for (int64_t k = k0; k < k1; ++k, source += stride, panel += lanes) {
+        V::store(panel, V::load(source));
+        V::store(panel + V::width, V::load(source + V::width));
+      }
+      return;
+    }
+  }
   for (int half = 0; half < 2; ++half) {
     const int64_t n = n0 + half * V::width;
     if (n >= b.columns) return;
@@ -213,14 +224,14 @@ void widen_columns(const PanelOperand& b, int64_t n0, int64_t k0, int64_t k1, fl
 // ----------------------------------------------------------------------------------------------------------
 // vectors: 2, or 1 where the outputs fit into one (low-rank products).
 template <class V, int rows, int vectors>
-PLUMB_INLINE void full_tile(const float* a, const float* panel, int64_t k, float* c, int64_t ldc, bool load) {
+PLUMB_INLINE void full_tile(const float* a, const float* panel, int64_t stride, int64_t k, float* c, int64_t ldc, bool load) {
   constexpr int width = V::width;
   typename V::F sum[rows][vectors];
 #pragma GCC unroll 8  // on all three loops: otherwise g++ keeps the sums in memory
   for (int r = 0; r < rows; ++r)
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; ++v) sum[r][v] = load ? V::load(c + r * ldc + v * width) : V::zero();
-  for (int64_t i = 0; i < k; ++i, a += rows, panel += 2 * width) {
+  for (int64_t i = 0; i < k; ++i, a += rows, panel += stride) {
     typename V::F b[vectors];
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; ++v) b[v] = V::load(panel + v * width);
@@ -238,30 +249,30 @@ PLUMB_INLINE void full_tile(const float* a, const float* panel, int64_t k, float
 }
 
 template <class V, int rows, int vectors>
-void narrow_tile(const float* a, const float* panel, int64_t k, float* c, int64_t ldc, int valid, bool load) {
+void narrow_tile(const float* a, const float* panel, int64_t stride, int64_t k, float* c, int64_t ldc, int valid, bool load) {
   constexpr int lanes = vectors * V::width;
   alignas(64) float whole[rows * lanes] = {};
   for (int r = 0; r < rows && load; ++r) __builtin_memcpy(whole + r * lanes, c + r * ldc, valid * sizeof(float));
-  full_tile<V, rows, vectors>(a, panel, k, whole, lanes, load);
+  full_tile<V, rows, vectors>(a, panel, stride, k, whole, lanes, load);
   for (int r = 0; r < rows; ++r) __builtin_memcpy(c + r * ldc, whole + r * lanes, valid * sizeof(float));
 }
 
 template <class V, int rows>
-void tile_of(const float* a, const float* panel, int64_t k, float* c, int64_t ldc, int valid, bool load) {
-  if (valid == 2 * V::width) return full_tile<V, rows, 2>(a, panel, k, c, ldc, load);
-  if (valid > V::width) return narrow_tile<V, rows, 2>(a, panel, k, c, ldc, valid, load);
-  narrow_tile<V, rows, 1>(a, panel, k, c, ldc, valid, load);
+void tile_of(const float* a, const float* panel, int64_t stride, int64_t k, float* c, int64_t ldc, int valid, bool load) {
+  if (valid == 2 * V::width) return full_tile<V, rows, 2>(a, panel, stride, k, c, ldc, load);
+  if (valid > V::width) return narrow_tile<V, rows, 2>(a, panel, stride, k, c, ldc, valid, load);
+  narrow_tile<V, rows, 1>(a, panel, stride, k, c, ldc, valid, load);
 }
 
 // ---- choice of the instance
 // --------------------------------------------------------------------------------------------
 template <class V>
-void tile(int rows, const float* a, const float* panel, int64_t k, float* c, int64_t ldc, int valid, bool load) {
-  using Tile = void (*)(const float*, const float*, int64_t, float*, int64_t, int, bool);
+void tile(int rows, const float* a, const float* panel, int64_t stride, int64_t k, float* c, int64_t ldc, int valid, bool load) {
+  using Tile = void (*)(const float*, const float*, int64_t, int64_t, float*, int64_t, int, bool);
   static_assert(kMaxRows == 8);
   static constexpr Tile table[] = {tile_of<V, 1>, tile_of<V, 2>, tile_of<V, 3>, tile_of<V, 4>,
                                    tile_of<V, 5>, tile_of<V, 6>, tile_of<V, 7>, tile_of<V, 8>};
-  table[rows - 1](a, panel, k, c, ldc, valid, load);
+  table[rows - 1](a, panel, stride, k, c, ldc, valid, load);
 }
 
 template <class V, WeightFormat f>
