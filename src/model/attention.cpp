@@ -5,6 +5,7 @@
 #include "base/error.h"
 #include "model/layer.h"
 #include "ops/elementwise.h"
+#include "ops/linear_parts.h"
 #include "ops/norm.h"
 #include "ops/rope.h"
 
@@ -149,31 +150,31 @@ LoraPair group_pair(const LoraPair& pair, int g, int64_t rows) {
   return {pair.a, pair.b.rows(g * rows, (g + 1) * rows), pair.scale};
 }
 
-// Grouped projection: group g of heads meets rows [g*d_g, (g+1)*d_g) of wo_a only. turned [T,H,c] -> [T, g*d_g],
-// rounded. `each(g, x_g, lora_g)` sees the input [T, H*c/g] of every group.
+// Grouped projection: group g of heads meets rows [g*d_g, (g+1)*d_g) of wo_a only. Calls each(g, lora_g) for every
+// group.
 template <class Each>
-void for_groups(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& turned, Each&& each) {
-  const int64_t rows = turned.size(0), groups = ctx.config.o_groups, width = turned.row_size() / groups;
+void for_groups(const PassContext& ctx, const LayerWeights& w, int layer, Each&& each) {
   const LoraList whole = lora_of(ctx, layer, &LayerLora::wo_a);
-  for (int g = 0; g < groups; ++g) {
-    Tensor x = Tensor::empty({rows, width});
-    for (int64_t r = 0; r < rows; ++r)
-      std::memcpy(x.f32() + r * width, turned.f32() + (r * groups + g) * width, width * sizeof(float));
+  for (int g = 0; g < ctx.config.o_groups; ++g) {
     std::vector<LoraPair> pairs;
     for (const LoraRows& part : whole) pairs.push_back(group_pair(*part.pair, g, w.wo_a_group[g].out));
     LoraList lora = whole;
     for (size_t i = 0; i < lora.size(); ++i) lora[i].pair = &pairs[i];
-    each(g, x, lora);
+    each(g, lora);
   }
 }
 
+// turned [T,H,c] -> [T, g*d_g], rounded.
 Tensor grouped_output(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& turned) {
-  const int64_t rows = turned.size(0), outs = w.attn.wo_a.out, rank = outs / ctx.config.o_groups;
+  const int64_t rows = turned.size(0), outs = w.attn.wo_a.out, groups = ctx.config.o_groups, rank = outs / groups;
+  const int64_t ld = turned.row_size(), width = ld / groups;
   Tensor u = Tensor::empty({rows, outs});
-  for_groups(ctx, w, layer, turned, [&](int g, const Tensor& x, const LoraList& lora) {
-    Tensor y = ops::linear(x, w.wo_a_group[g], lora, {ctx.numerics, Point::none, Point::out_wo_a});
-    for (int64_t r = 0; r < rows; ++r)
-      std::memcpy(u.f32() + r * outs + g * rank, y.f32() + r * rank, rank * sizeof(float));
+  for_groups(ctx, w, layer, [&](int g, const LoraList& lora) {
+    const float* x = turned.f32() + g * width;
+    float* y = u.f32() + g * rank;
+    ops::linear_into(x, ld, rows, w.wo_a_group[g], y, outs);
+    ops::add_lora(rows, {x, ld, width}, lora, {{y, outs, rank}});
+    ops::round_point(ctx.numerics, Point::out_wo_a, y, rows, rank, outs);
   });
   return u;
 }
@@ -181,20 +182,19 @@ Tensor grouped_output(const PassContext& ctx, const LayerWeights& w, int layer, 
 Tensor grouped_output_backward(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& turned,
                                const Tensor& d_u, LayerGrads& grads) {
   const int64_t rows = turned.size(0), outs = w.attn.wo_a.out, groups = ctx.config.o_groups, rank = outs / groups;
+  const int64_t ld = turned.row_size(), width = ld / groups;
   const std::vector<LoraGrad> whole = lora_grads_of(ctx, layer, &LayerLora::wo_a, &LayerLoraGrad::wo_a);
   Tensor d_turned = Tensor::empty(turned.shape());
-  for_groups(ctx, w, layer, turned, [&](int g, const Tensor& x, const LoraList& lora) {
-    Tensor dy = Tensor::empty({rows, rank});
-    for (int64_t r = 0; r < rows; ++r)
-      std::memcpy(dy.f32() + r * rank, d_u.f32() + r * outs + g * rank, rank * sizeof(float));
+  for_groups(ctx, w, layer, [&](int g, const LoraList& lora) {
+    const float *x = turned.f32() + g * width, *dy = d_u.f32() + g * rank;
+    float* dx = d_turned.f32() + g * width;
     std::vector<LoraGrad> lora_grads = whole;
     for (LoraGrad& lg : lora_grads)
       if (lg.b.defined()) lg.b = lg.b.rows(g * rank, (g + 1) * rank);
-    Tensor dw = grads.attn.wo_a.defined() ? grads.attn.wo_a.rows(g * rank, (g + 1) * rank) : Tensor();
-    Tensor dx = ops::linear_backward(dy, x, w.wo_a_group[g], lora, {ctx.numerics, Point::none, Point::out_wo_a},
-                                     lora_grads, dw);
-    for (int64_t r = 0; r < rows; ++r)
-      std::memcpy(d_turned.f32() + (r * groups + g) * x.size(1), dx.f32() + r * x.size(1), x.size(1) * sizeof(float));
+    ops::linear_backward_input(dy, outs, rows, w.wo_a_group[g], dx, ld, false);
+    ops::lora_backward(rows, {{dy, outs, rank}}, {x, ld, width}, lora, lora_grads, {dx, ld, width});
+    if (grads.attn.wo_a.defined())
+      ops::linear_backward_weight(dy, outs, x, ld, rows, grads.attn.wo_a.rows(g * rank, (g + 1) * rank));
   });
   return d_turned;
 }

@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "base/float_formats.h"
 #include "base/parallel.h"
+#include "ops/linear_parts.h"
 #include "ops/matmul.h"
 
 namespace plumb::ops {
@@ -44,74 +45,6 @@ void check_rows(const char* name, const Tensor& x, int64_t width) {
          std::string(name) + " [rows," + std::to_string(width) + "] expected, " + to_string(x.shape()) + " found");
 }
 
-void check_pair(const LoraPair& p, const Linear& w) {
-  const int64_t r = p.a.dim() == 2 ? p.a.size(0) : -1;
-  if (p.a.shape() != Shape{r, w.in} || p.b.shape() != Shape{w.out, r})
-    fail("linear", "LoRA a [r," + std::to_string(w.in) + "] and b [" + std::to_string(w.out) + ",r] expected, " +
-                       to_string(p.a.shape()) + " and " + to_string(p.b.shape()) + " found");
-}
-
-// The rows of x that an adapter sees, one after the other. All rows: x itself.
-Tensor gather(const Tensor& x, const std::vector<int>* rows) {
-  if (!rows) return x;
-  const int64_t width = x.size(1);
-  Tensor part = Tensor::empty({static_cast<int64_t>(rows->size()), width});
-  for (size_t i = 0; i < rows->size(); ++i)
-    std::copy_n(x.f32() + (*rows)[i] * width, width, part.f32() + static_cast<int64_t>(i) * width);
-  return part;
-}
-
-// into[rows] += scale * part
-void scatter_add(const Tensor& part, float scale, const std::vector<int>* rows, const Tensor& into) {
-  const int64_t width = into.size(1), grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, width));
-  parallel_for(part.size(0), grain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t row = rows ? (*rows)[i] : i;
-      add_scaled(part.f32() + i * width, scale, into.f32() + row * width, width);
-    }
-  });
-}
-
-// x [rows,in] times f32 matrix [out,in] transposed, or times matrix [in,out].
-Tensor times_transposed(const Tensor& x, const Tensor& matrix) {
-  Tensor y = Tensor::empty({x.size(0), matrix.size(0)});
-  matmul(x.size(0), {x.f32(), x.size(1), 1},
-         panel_of(matrix.f32(), matrix.size(1), matrix.size(0), matrix.size(1), true), y.f32(), y.size(1), false);
-  return y;
-}
-Tensor times(const Tensor& x, const Tensor& matrix) {
-  Tensor y = Tensor::empty({x.size(0), matrix.size(1)});
-  matmul(x.size(0), {x.f32(), x.size(1), 1},
-         panel_of(matrix.f32(), matrix.size(1), matrix.size(0), matrix.size(1), false), y.f32(), y.size(1), false);
-  return y;
-}
-
-Tensor scaled(Tensor t, float scale) {
-  float* value = t.f32();
-  for (int64_t i = 0; i < t.numel(); ++i) value[i] *= scale;
-  return t;
-}
-
-// x as it meets the product: x itself where nothing is rounded.
-Tensor rounded_input(const Tensor& x, const LinearPoints& points) {
-  if (point_kind(points.numerics, points.act) == PointKind::keep) return x;
-  Tensor rounded = x.clone();
-  round_point(points.numerics, points.act, rounded);
-  return rounded;
-}
-
-void lora_backward(const Tensor& dy, const Tensor& x, const LoraRows& lora, const LoraGrad& grad, const Tensor& dx) {
-  const LoraPair& p = *lora.pair;
-  const Tensor dy_part = gather(dy, lora.rows), x_part = gather(x, lora.rows);
-  const Tensor du = scaled(times(dy_part, p.b), p.scale);
-  scatter_add(times(du, p.a), 1, lora.rows, dx);
-  if (grad.a.defined()) linear_backward_weight(du.f32(), du.size(1), x_part.f32(), x.size(1), du.size(0), grad.a);
-  if (grad.b.defined()) {
-    const Tensor u = scaled(times_transposed(x_part, p.a), p.scale);
-    linear_backward_weight(dy_part.f32(), dy.size(1), u.f32(), u.size(1), u.size(0), grad.b);
-  }
-}
-
 }  // namespace
 
 Tensor linear(const Tensor& x, const Linear& w, const LoraList& lora, const LinearPoints& points) {
@@ -120,10 +53,7 @@ Tensor linear(const Tensor& x, const Linear& w, const LoraList& lora, const Line
   const Tensor rounded = rounded_input(x, points);
   Tensor y = Tensor::empty({rows, w.out});
   linear_into(rounded.f32(), w.in, rows, w, y.f32(), w.out);
-  for (const LoraRows& l : lora) {
-    check_pair(*l.pair, w);
-    scatter_add(times_transposed(times_transposed(gather(x, l.rows), l.pair->a), l.pair->b), l.pair->scale, l.rows, y);
-  }
+  add_lora(rows, {x.f32(), w.in, w.in}, lora, {{y.f32(), w.out, w.out}});
   round_point(points.numerics, points.out, y);
   return y;
 }
@@ -152,8 +82,7 @@ Tensor linear_backward(const Tensor& dy, const Tensor& x, const Linear& w, const
   const int64_t rows = x.size(0);
   Tensor dx = Tensor::empty({rows, w.in});
   linear_backward_input(dy.f32(), w.out, rows, w, dx.f32(), w.in, false);
-  for (size_t i = 0; i < lora.size(); ++i)
-    lora_backward(dy, x, lora[i], lora_grads.empty() ? LoraGrad{} : lora_grads[i], dx);
+  lora_backward(rows, {{dy.f32(), w.out, w.out}}, {x.f32(), w.in, w.in}, lora, lora_grads, {dx.f32(), w.in, w.in});
   if (dw.defined()) linear_backward_weight(dy.f32(), w.out, rounded_input(x, points).f32(), w.in, rows, dw);
   return dx;
 }

@@ -126,8 +126,8 @@ void block(const MatmulKernels& kernel, int64_t m0, int64_t m1, int64_t n0, int6
       const Panel p = panel_at(kernel, b, n, k0, k1, groups.count == 1 && valid == kernel.lanes, panel);
       for (int64_t g = 0; g < groups.count; ++g) {
         const int64_t first = groups.begin(g);
-        kernel.tile(static_cast<int>(groups.begin(g + 1) - first), packed + first * (k1 - k0), p.data, p.stride, k1 - k0,
-                    c + (m0 + first) * ldc + n, ldc, valid, accumulate || k0 > 0);
+        kernel.tile(static_cast<int>(groups.begin(g + 1) - first), packed + first * (k1 - k0), p.data, p.stride,
+                    k1 - k0, c + (m0 + first) * ldc + n, ldc, valid, accumulate || k0 > 0);
       }
     }
   }

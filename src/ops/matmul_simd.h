@@ -224,7 +224,8 @@ void widen_columns(const PanelOperand& b, int64_t n0, int64_t k0, int64_t k1, fl
 // ----------------------------------------------------------------------------------------------------------
 // vectors: 2, or 1 where the outputs fit into one (low-rank products).
 template <class V, int rows, int vectors>
-PLUMB_INLINE void full_tile(const float* a, const float* panel, int64_t stride, int64_t k, float* c, int64_t ldc, bool load) {
+PLUMB_INLINE void full_tile(const float* a, const float* panel, int64_t stride, int64_t k, float* c, int64_t ldc,
+                            bool load) {
   constexpr int width = V::width;
   typename V::F sum[rows][vectors];
 #pragma GCC unroll 8  // on all three loops: otherwise g++ keeps the sums in memory
@@ -249,7 +250,8 @@ PLUMB_INLINE void full_tile(const float* a, const float* panel, int64_t stride, 
 }
 
 template <class V, int rows, int vectors>
-void narrow_tile(const float* a, const float* panel, int64_t stride, int64_t k, float* c, int64_t ldc, int valid, bool load) {
+void narrow_tile(const float* a, const float* panel, int64_t stride, int64_t k, float* c, int64_t ldc, int valid,
+                 bool load) {
   constexpr int lanes = vectors * V::width;
   alignas(64) float whole[rows * lanes] = {};
   for (int r = 0; r < rows && load; ++r) __builtin_memcpy(whole + r * lanes, c + r * ldc, valid * sizeof(float));
@@ -258,7 +260,8 @@ void narrow_tile(const float* a, const float* panel, int64_t stride, int64_t k, 
 }
 
 template <class V, int rows>
-void tile_of(const float* a, const float* panel, int64_t stride, int64_t k, float* c, int64_t ldc, int valid, bool load) {
+void tile_of(const float* a, const float* panel, int64_t stride, int64_t k, float* c, int64_t ldc, int valid,
+             bool load) {
   if (valid == 2 * V::width) return full_tile<V, rows, 2>(a, panel, stride, k, c, ldc, load);
   if (valid > V::width) return narrow_tile<V, rows, 2>(a, panel, stride, k, c, ldc, valid, load);
   narrow_tile<V, rows, 1>(a, panel, stride, k, c, ldc, valid, load);
@@ -267,7 +270,8 @@ void tile_of(const float* a, const float* panel, int64_t stride, int64_t k, floa
 // ---- choice of the instance
 // --------------------------------------------------------------------------------------------
 template <class V>
-void tile(int rows, const float* a, const float* panel, int64_t stride, int64_t k, float* c, int64_t ldc, int valid, bool load) {
+void tile(int rows, const float* a, const float* panel, int64_t stride, int64_t k, float* c, int64_t ldc, int valid,
+          bool load) {
   using Tile = void (*)(const float*, const float*, int64_t, int64_t, float*, int64_t, int, bool);
   static_assert(kMaxRows == 8);
   static constexpr Tile table[] = {tile_of<V, 1>, tile_of<V, 2>, tile_of<V, 3>, tile_of<V, 4>,

@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "ops/linear_parts.h"
 #include "ops/matmul.h"
 #include "ops/vector_math.h"
 
@@ -19,11 +20,20 @@ struct ExpertPoints {
 constexpr ExpertPoints kRouted = {Point::act_w13, Point::out_w13, Point::hid_w2, Point::act_w2, Point::out_w2};
 constexpr ExpertPoints kShared = {Point::act_s13, Point::out_s13, Point::hid_s2, Point::act_s2, Point::out_s2};
 
+// The adapters of one expert, and where their gradients go.
+struct AdapterLists {
+  LoraList gate_up;  // one pair for both: b [2f, r]
+  LoraList gate, up, down;
+};
+struct AdapterListGrads {
+  std::vector<LoraGrad> gate_up, gate, up, down;
+};
+
 // What an expert is, apart from its rows.
 struct Expert {
   const ExpertWeights& w;
   float limit;  // of the clamp; 0 = none
-  const SharedLora& lora;
+  const AdapterLists& lora;
   Numerics numerics;
   const ExpertPoints& points;
   LinearPoints in() const { return {numerics, points.act13, points.out13}; }
@@ -75,9 +85,18 @@ float swiglu_backward_row(const float* d_hid, const float* gate, const float* up
 
 // weight: of each row, or null (1 everywhere).
 ExpertHidden expert_hidden(const Tensor& x, const float* weight, const Expert& e) {
-  ExpertHidden h{linear(x, e.w.w1, e.lora.gate, e.in()), linear(x, e.w.w3, e.lora.up, e.in()), {}};
-  const int64_t rows = x.size(0), f = e.w.w1.out;
-  h.hid = Tensor::empty({rows, f});
+  const int64_t rows = x.size(0), d = x.size(1), f = e.w.w1.out;
+  ExpertHidden h{Tensor::empty({rows, f}), Tensor::empty({rows, f}), Tensor::empty({rows, f})};
+  const Tensor rounded = rounded_input(x, e.in());
+  linear_into(rounded.f32(), d, rows, e.w.w1, h.gate.f32(), f);
+  linear_into(rounded.f32(), d, rows, e.w.w3, h.up.f32(), f);
+  const RowsIn in{x.f32(), d, d};
+  const RowsOut gate{h.gate.f32(), f, f}, up{h.up.f32(), f, f};
+  add_lora(rows, in, e.lora.gate_up, {gate, up});
+  add_lora(rows, in, e.lora.gate, {gate});
+  add_lora(rows, in, e.lora.up, {up});
+  round_point(e.numerics, e.points.out13, h.gate);
+  round_point(e.numerics, e.points.out13, h.up);
   const Clamp clamp(e.limit);
   parallel_for(rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(1, f)), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r)
@@ -96,7 +115,7 @@ Tensor expert_forward(const Tensor& x, const float* weight, const Expert& e, Exp
 
 // kept: the hidden rows, or null: they are recomputed. d_weight [rows] is assigned if not null.
 Tensor expert_backward(const Tensor& dy, const Tensor& x, const float* weight, const Expert& e,
-                       const ExpertGrads& grads, const SharedLoraGrad& lora_grads, const ExpertHidden* kept,
+                       const ExpertGrads& grads, const AdapterListGrads& lora_grads, const ExpertHidden* kept,
                        float* d_weight) {
   const ExpertHidden h = kept ? *kept : expert_hidden(x, weight, e);
   const Tensor d_hid = linear_backward(dy, h.hid, e.w.w2, e.lora.down, e.out(), lora_grads.down, grads.w2);
@@ -111,11 +130,20 @@ Tensor expert_backward(const Tensor& dy, const Tensor& x, const float* weight, c
       if (d_weight) d_weight[r] = d;
     }
   });
-  Tensor dx = linear_backward(d_gate, x, e.w.w1, e.lora.gate, e.in(), lora_grads.gate, grads.w1);
-  const Tensor from_up = linear_backward(d_up, x, e.w.w3, e.lora.up, e.in(), lora_grads.up, grads.w3);
-  parallel_for(dx.numel(), 65536, [&](int64_t begin, int64_t end) {
-    add_scaled(from_up.f32() + begin, 1, dx.f32() + begin, end - begin);
-  });
+  const int64_t d = x.size(1);
+  Tensor dx = Tensor::empty({rows, d});  // one chain over the outputs of w1, then of w3, then the adapters'
+  linear_backward_input(d_gate.f32(), f, rows, e.w.w1, dx.f32(), d, false);
+  linear_backward_input(d_up.f32(), f, rows, e.w.w3, dx.f32(), d, true);
+  const RowsIn in{x.f32(), d, d}, from_gate{d_gate.f32(), f, f}, from_up{d_up.f32(), f, f};
+  const RowsOut to{dx.f32(), d, d};
+  lora_backward(rows, {from_gate, from_up}, in, e.lora.gate_up, lora_grads.gate_up, to);
+  lora_backward(rows, {from_gate}, in, e.lora.gate, lora_grads.gate, to);
+  lora_backward(rows, {from_up}, in, e.lora.up, lora_grads.up, to);
+  if (grads.w1.defined() || grads.w3.defined()) {
+    const Tensor rounded = rounded_input(x, e.in());
+    if (grads.w1.defined()) linear_backward_weight(d_gate.f32(), f, rounded.f32(), d, rows, grads.w1);
+    if (grads.w3.defined()) linear_backward_weight(d_up.f32(), f, rounded.f32(), d, rows, grads.w3);
+  }
   return dx;
 }
 
@@ -167,19 +195,16 @@ void for_experts(const ExpertRows& g, const std::function<void(int expert)>& bod
 // into it.
 struct ExpertAdapters {
   ExpertAdapters(const std::vector<ExpertLoraRows>& lora, const std::vector<ExpertLoraGrad>& grad, int expert,
-                 int64_t f, const ExpertRows& g, int64_t k) {
-    pairs.reserve(3 * lora.size());
+                 const ExpertRows& g, int64_t k) {
     rows.reserve(lora.size());
     for (size_t i = 0; i < lora.size(); ++i) {
       rows.push_back(own_rows(lora[i].rows, expert, g, k));
       if (rows.back().empty()) continue;
       const ExpertLoraGrad* wanted = grad.empty() ? nullptr : &grad[i];
       const ExpertLora& l = *lora[i].lora;
-      if (!l.gate_up.empty() && l.gate_up[expert].defined()) {
-        const LoraGrad d = wanted && !wanted->gate_up.empty() ? wanted->gate_up[expert] : LoraGrad{};
-        add(lists.gate, grads.gate, slice(l.gate_up[expert], 0, f), {d.a, d.b.defined() ? d.b.rows(0, f) : d.b});
-        add(lists.up, grads.up, slice(l.gate_up[expert], f, 2 * f), {d.a, d.b.defined() ? d.b.rows(f, 2 * f) : d.b});
-      }
+      if (!l.gate_up.empty() && l.gate_up[expert].defined())
+        add(lists.gate_up, grads.gate_up, l.gate_up[expert],
+            wanted && !wanted->gate_up.empty() ? wanted->gate_up[expert] : LoraGrad{});
       if (!l.down.empty() && l.down[expert].defined())
         add(lists.down, grads.down, l.down[expert],
             wanted && !wanted->down.empty() ? wanted->down[expert] : LoraGrad{});
@@ -187,13 +212,11 @@ struct ExpertAdapters {
   }
   ExpertAdapters(const ExpertAdapters&) = delete;
 
-  std::vector<LoraPair> pairs;
   std::vector<std::vector<int>> rows;
-  SharedLora lists;
-  SharedLoraGrad grads;
+  AdapterLists lists;
+  AdapterListGrads grads;
 
  private:
-  static LoraPair slice(const LoraPair& p, int64_t begin, int64_t end) { return {p.a, p.b.rows(begin, end), p.scale}; }
   static std::vector<int> own_rows(const std::vector<int>* wanted, int expert, const ExpertRows& g, int64_t k) {
     std::vector<int> own;
     for (int64_t i = 0; i < g.count(expert); ++i) {
@@ -202,9 +225,8 @@ struct ExpertAdapters {
     }
     return own;
   }
-  void add(LoraList& list, std::vector<LoraGrad>& grad_list, LoraPair pair, LoraGrad grad) {
-    pairs.push_back(std::move(pair));
-    list.push_back({&pairs.back(), &rows.back()});
+  void add(LoraList& list, std::vector<LoraGrad>& grad_list, const LoraPair& pair, LoraGrad grad) {
+    list.push_back({&pair, &rows.back()});
     grad_list.push_back(std::move(grad));
   }
 };
@@ -254,7 +276,7 @@ Tensor routed_experts(const Tensor& x, const Routing& r, const std::vector<Exper
   const ExpertRows g = group_rows(r.expert, static_cast<int64_t>(experts.size()));
   const Tensor slots = Tensor::empty({rows * k, x.size(1)});
   for_experts(g, [&](int e) {
-    const ExpertAdapters adapters(lora, {}, e, experts[e].w1.out, g, k);
+    const ExpertAdapters adapters(lora, {}, e, g, k);
     const ExpertInput in = gather_input(x, r, g, e);
     const Expert expert{experts[e], limit, adapters.lists, numerics, kRouted};
     place_rows(expert_forward(in.x, in.weight.data(), expert, keep ? &(*keep)[e] : nullptr), g, e, slots);
@@ -273,7 +295,7 @@ RoutedBackward routed_experts_backward(const Tensor& d_sum, const Tensor& x, con
   const Tensor slots = Tensor::empty({rows * k, x.size(1)});
   RoutedBackward result{{}, Tensor::empty({rows, k})};
   for_experts(g, [&](int e) {
-    const ExpertAdapters adapters(lora, lora_grads, e, experts[e].w1.out, g, k);
+    const ExpertAdapters adapters(lora, lora_grads, e, g, k);
     const ExpertInput in = gather_input(x, r, g, e);
     const Expert expert{experts[e], limit, adapters.lists, numerics, kRouted};
     std::vector<float> d_weight(in.weight.size());
@@ -289,13 +311,16 @@ RoutedBackward routed_experts_backward(const Tensor& d_sum, const Tensor& x, con
 
 Tensor shared_expert(const Tensor& x, const ExpertWeights& w, float limit, const SharedLora& lora, Numerics numerics,
                      ExpertHidden* keep) {
-  return expert_forward(x, nullptr, {w, limit, lora, numerics, kShared}, keep);
+  const AdapterLists lists{{}, lora.gate, lora.up, lora.down};
+  return expert_forward(x, nullptr, {w, limit, lists, numerics, kShared}, keep);
 }
 
 Tensor shared_expert_backward(const Tensor& dy, const Tensor& x, const ExpertWeights& w, float limit,
                               const SharedLora& lora, Numerics numerics, const ExpertGrads& grads,
                               const SharedLoraGrad& lora_grads, const ExpertHidden* kept) {
-  return expert_backward(dy, x, nullptr, {w, limit, lora, numerics, kShared}, grads, lora_grads, kept, nullptr);
+  const AdapterLists lists{{}, lora.gate, lora.up, lora.down};
+  return expert_backward(dy, x, nullptr, {w, limit, lists, numerics, kShared}, grads,
+                         {{}, lora_grads.gate, lora_grads.up, lora_grads.down}, kept, nullptr);
 }
 
 }  // namespace plumb::ops

@@ -313,7 +313,9 @@ TEST(Experts, SharedExpertIsARoutedOneOfWeightOne) {
     all[0] = a;
     const Tensor dx =
         ops::routed_experts_backward(l.d_out, l.x, r, l.expert, Layer::limit, l.adapters(), n, all, {}).dx;
-    EXPECT_TRUE(same_bits(dx, ops::shared_expert_backward(l.d_out, l.x, l.expert[0], Layer::limit, lora, n, b, {})));
+    // One pair for gate and up adds both gradients before it meets A, two pairs afterwards: equal up to rounding.
+    const Tensor shared_dx = ops::shared_expert_backward(l.d_out, l.x, l.expert[0], Layer::limit, lora, n, b, {});
+    EXPECT_LT(relative_error(dx, doubles(shared_dx)), 1e-6);
     EXPECT_TRUE(same_bits(a.w1, b.w1) && same_bits(a.w2, b.w2));
   }
 }
