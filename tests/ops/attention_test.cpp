@@ -10,6 +10,7 @@
 #include "base/float_formats.h"
 #include "ops/attention_fixtures.h"
 #include "ops/indexer.h"
+#include "ops/matmul.h"
 
 namespace plumb::ops {
 namespace {
@@ -344,6 +345,18 @@ TEST(Attention, SameBitsWithAnyNumberOfThreads) {
     const Gradients g = backward(p);
     return std::vector<Tensor>{f.o, f.lse, g.dq, g.d_keys, g.d_sink};
   });
+}
+
+TEST(Attention, GradientsHaveTheSameBitsOnBothVectorUnits) {
+  if (!vector_unit_available(VectorUnit::avx512)) GTEST_SKIP() << "no AVX-512 here";
+  const Problem p = make_problem(40, 3, 208, 90, 13);  // 128 channels at once, then 64, then 8
+  const VectorUnit before = vector_unit();
+  use_vector_unit(VectorUnit::avx512);
+  const Gradients wide = backward(p);
+  use_vector_unit(VectorUnit::avx2);
+  const Gradients narrow = backward(p);
+  use_vector_unit(before);
+  EXPECT_TRUE(same_bits(wide.d_keys, narrow.d_keys) && same_bits(wide.dq, narrow.dq));
 }
 
 TEST(Attention, MergedListsHaveTheWindowFirst) {
