@@ -46,7 +46,7 @@ struct LayerWeights {
 };
 struct LayerGrads {
   AttentionPart<Tensor> attn;
-  Tensor gate;                       // router
+  Tensor gate;                            // router
   std::vector<ops::ExpertGrads> experts;  // [E] or empty
   ops::ExpertGrads shared;
   HyperGrads hc_attn, hc_ffn;

@@ -17,7 +17,8 @@ enum class WeightFormat : uint8_t {
   fp4
 };  // fp8: scale e8m0 [ceil(out/128), ceil(in/128)]; fp4: [out, in/32]
 
-// y = x W^T. data: f32/bf16/f8_e4m3 [out,in] or i8 [out,in/2] (two FP4 codes, low nibble = even element); scale: f8_e8m0 or undefined.
+// y = x W^T. data: f32/bf16/f8_e4m3 [out,in] or i8 [out,in/2] (two FP4 codes, low nibble = even element); scale:
+// f8_e8m0 or undefined.
 struct Linear {
   Tensor data, scale;
   WeightFormat format = WeightFormat::f32;
