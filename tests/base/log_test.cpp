@@ -6,12 +6,13 @@
 
 #include "base/error.h"
 #include "base/files.h"
+#include "support/temp_path.h"
 
 namespace plumb {
 namespace {
 
 TEST(Log, FileGetsLevelAndText) {
-  const std::string path = ::testing::TempDir() + "log_test.txt";
+  const std::string path = testing::temp_path("log_test.txt");
   std::filesystem::remove(path);
   ::testing::internal::CaptureStderr();
   set_log_file(path);

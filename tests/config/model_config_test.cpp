@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "config/presets.h"
+#include "support/temp_path.h"
 
 namespace plumb {
 namespace {
@@ -426,7 +427,7 @@ TEST(ModelConfigRefuses, KindListOfTheWrongLength) {
 }
 
 TEST(ModelConfig, LoadsFromFileAndFolder) {
-  const std::string folder = testing::TempDir() + "plumb_model_config";
+  const std::string folder = testing::temp_path("model_config");
   std::filesystem::create_directories(folder);
   std::ofstream(folder + "/config.json") << to_json(preset("tiny")).dump(1);
   EXPECT_EQ(load_model_config(folder), preset("tiny"));

@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "config/nearest.h"
+#include "support/temp_path.h"
 
 namespace plumb {
 namespace {
@@ -200,7 +201,7 @@ TEST(RunConfigRefuses, WhatIsNoToml) {
 }
 
 TEST(RunConfig, LoadsFromFile) {
-  const std::string file = testing::TempDir() + "plumb_run_config.toml";
+  const std::string file = testing::temp_path("run_config.toml");
   std::ofstream(file) << kMinimal;
   EXPECT_EQ(load_run_config(RunCommand::train, file, {"train.steps=4"}).train.steps, 4);
   std::filesystem::remove(file);
@@ -222,7 +223,7 @@ TEST(RunConfig, DocumentationIsUpToDate) {
   const std::string marker = "<!-- from here on: made from src/config/run_fields.cpp -->\n\n";
   const size_t at = text.str().find(marker);
   ASSERT_NE(at, std::string::npos);
-  const std::string expected = testing::TempDir() + "run_keys.md";
+  const std::string expected = testing::temp_path("run_keys.md");
   if (text.str().substr(at + marker.size()) != run_keys_as_markdown()) {
     std::ofstream(expected) << run_keys_as_markdown();
     FAIL() << "replace what follows the marker in docs/configuration.md by the text in " << expected;

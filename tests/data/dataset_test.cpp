@@ -7,6 +7,7 @@
 #include <fstream>
 
 #include "base/error.h"
+#include "support/temp_path.h"
 
 namespace plumb {
 namespace {
@@ -39,7 +40,7 @@ Tokenizer letters() {
 }
 
 struct DatasetTest : ::testing::Test {
-  std::string path = ::testing::TempDir() + "dataset_test.jsonl";
+  std::string path = testing::temp_path("dataset_test.jsonl");
   DatasetOptions options;
   Tokenizer tokenizer = letters();
 

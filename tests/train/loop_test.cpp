@@ -17,6 +17,7 @@
 #include "base/log.h"
 #include "checkpoint/adapter.h"
 #include "model/weights.h"
+#include "support/temp_path.h"
 #include "train/checkpoints.h"
 #include "train/step.h"
 #include "train/testing.h"
@@ -32,8 +33,7 @@ struct Killed : std::runtime_error {
 };
 
 struct LoopTest : ::testing::Test {
-  std::string root =
-      ::testing::TempDir() + "loop_test_" + ::testing::UnitTest::GetInstance()->current_test_info()->name();
+  std::string root = testing::temp_path("loop_test_") + ::testing::UnitTest::GetInstance()->current_test_info()->name();
   ModelConfig model = tiny_config();
 
   void SetUp() override {

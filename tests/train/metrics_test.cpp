@@ -9,6 +9,7 @@
 #include <sstream>
 
 #include "base/files.h"
+#include "support/temp_path.h"
 
 namespace plumb {
 namespace {
@@ -21,7 +22,7 @@ TEST(Crc32c, KnownValues) {  // RFC 3720, B.4
 }
 
 struct MetricsTest : ::testing::Test {
-  std::string folder = ::testing::TempDir() + "metrics_test";
+  std::string folder = testing::temp_path("metrics_test");
   void SetUp() override {
     std::filesystem::remove_all(folder);
     std::filesystem::create_directories(folder);
