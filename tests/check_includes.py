@@ -16,7 +16,7 @@ USES = {
     "model": ["ops", "plan", "checkpoint"],
     "memory": ["model"],
     "data": ["tokenizer", "plan"],
-    "rollout": ["model", "memory"],
+    "rollout": ["model", "memory", "tokenizer"],
     "train": ["model", "data", "rollout", "memory"],
     "parallel": ["base"],
     "serve": ["rollout", "train"],

@@ -17,6 +17,7 @@
 #include "rollout/adapters.h"
 #include "rollout/pages.h"
 #include "rollout/sampler.h"
+#include "tokenizer/tokenizer.h"
 
 namespace plumb {
 
@@ -28,6 +29,7 @@ struct Request {
   uint64_t key = 0;                        // of the random numbers, with the seed and the position
   std::string adapter;                     // a name in the registry; empty = base model
   std::optional<int64_t> adapter_version;  // pins that version; otherwise the newest one makes each token
+  std::vector<std::string> stop_strings;   // end the answer; need EngineOptions::tokenizer
   int priority = 0;                        // higher ones first; equal ones in order of arrival
   bool prompt_logprobs = false;
   bool routed_experts = false;
@@ -38,7 +40,12 @@ enum class Finish { none, stop, length };
 struct Event {  // one sampled token
   RequestId request = 0;
   GeneratedToken token;
-  Finish finish = Finish::none;        // not none: the last token of the request
+  Finish finish = Finish::none;  // not none: the last token of the request
+  // What the token adds to the text of the answer, maybe part of a character; cut where a stop string begins, and a
+  // token comes only when none of its text can belong to a stop string any more. Empty for stop tokens and without
+  // EngineOptions::tokenizer. Control tokens have their spelling.
+  std::string text;
+  std::string stop_string;             // the one that ended the request; empty if something else did
   std::vector<float> prompt_logprobs;  // on request, with the first token: [prompt - 1], of prompt tokens 1, 2, ...
   // On request, with the last token: i32 [prompt + answer - 1, layers, experts of a token]. The last token has been
   // through no layer.
@@ -51,6 +58,7 @@ struct EngineOptions {
   int token_budget = 512;              // rows of a step; at least max_running, so that nobody's next token waits
   int prefill_chunk = 256;             // rows of one sequence in a step
   int key_pages = 0, entry_pages = 0;  // size of the cache, see pages.h
+  std::optional<Tokenizer> tokenizer;  // for stop strings and the text of events
   // Sees every plan before it runs. For tests, which plant errors to show that they would be found.
   std::function<void(SequencePlan&)> edit_plan;
 };
