@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 
 PACKAGES=(g++ cmake ninja-build make ccache pkg-config libfmt-dev libcli11-dev libtomlplusplus-dev nlohmann-json3-dev
           libpcre2-dev libxxhash-dev libboost1.81-dev libgtest-dev libgmock-dev libbenchmark-dev)
-[ "${1:-}" = tests ] && PACKAGES+=(python3-venv)
+[ "${1:-}" = tests ] && PACKAGES+=(python3-venv chromium chromium-driver)
 
 missing=()
 for p in "${PACKAGES[@]}"; do
