@@ -22,8 +22,8 @@
 
 #include "kernels/grouped_linear/activation.cuh"
 #include "kernels/grouped_linear/grouped_linear.h"
-#include "kernels/grouped_linear/launch.cuh"
 #include "kernels/grouped_linear/route.h"
+#include "kernels/launch.cuh"
 
 namespace {
 

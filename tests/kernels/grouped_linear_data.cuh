@@ -1,46 +1,12 @@
-// Data for the tests of the grouped linear kernels: device memory, random weights in the checkpoint's formats (packed,
-// and plain for the oracles), random activations, plans.
+// Data for the tests of the grouped linear kernels: random weights in the checkpoint's formats (packed, and plain for
+// the oracles), quantised activations, plans.
 #pragma once
-#include <algorithm>
-#include <cmath>
 #include <numeric>
-#include <random>
-#include <stdexcept>
-#include <vector>
 
-#include "base/float_formats.cpp"  // all of base that the GPU tests need; they build without its library
+#include "device_data.cuh"
 #include "kernels/grouped_linear/grouped_linear.h"
-#include "kernels/grouped_linear/launch.cuh"
 
 namespace plumb::kernels::grouped_linear {
-
-// ---- Device memory, poisoned so that an element nobody wrote shows -------------------------------------------------
-template <typename T>
-class Buffer {
- public:
-  explicit Buffer(size_t count) : count_(count) {
-    check_cuda(cudaMalloc(&data_, std::max<size_t>(count, 1) * sizeof(T)), "cudaMalloc");
-    check_cuda(cudaMemset(data_, 0xff, count * sizeof(T)), "cudaMemset");
-  }
-  explicit Buffer(const std::vector<T>& v) : Buffer(v.size()) { set(v); }
-  Buffer(const Buffer&) = delete;
-  ~Buffer() { cudaFree(data_); }
-  T* get() const { return data_; }
-  size_t size() const { return count_; }
-  void set(const std::vector<T>& v) {
-    check_cuda(cudaMemcpy(data_, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice), "copy to device");
-  }
-  std::vector<T> host() const {
-    std::vector<T> v(count_);
-    check_cuda(cudaDeviceSynchronize(), "kernel");
-    check_cuda(cudaMemcpy(v.data(), data_, count_ * sizeof(T), cudaMemcpyDeviceToHost), "copy from device");
-    return v;
-  }
-
- private:
-  T* data_ = nullptr;
-  size_t count_;
-};
 
 // ---- Weights: in the checkpoint's format, packed, and as plain e4m3 with one scale a 128 x 128 block ---------------
 struct Matrices {
@@ -116,17 +82,7 @@ inline Matrices random_weights(WeightFormat format, int groups, int n, int k, bo
   return w;
 }
 
-// ---- Activations: random bf16 rows of very different sizes ---------------------------------------------------------
-inline std::vector<uint16_t> random_rows(int rows, int k, int seed) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal;
-  std::vector<uint16_t> x(static_cast<size_t>(rows) * k);
-  for (int r = 0; r < rows; ++r) {
-    const float size = std::ldexp(1.0f, static_cast<int>(random() % 12) - 6);
-    for (int c = 0; c < k; ++c) x[static_cast<size_t>(r) * k + c] = float_to_bf16(normal(random) * size);
-  }
-  return x;
-}
+// ---- Activations ---------------------------------------------------------------------------------------------------
 struct Quantised {
   Buffer<uint8_t> values;
   Buffer<float> scales;
@@ -157,11 +113,5 @@ struct PlanOnDevice {
     make_plan(first.get(), plan, nullptr);
   }
 };
-
-inline size_t differences(const auto& a, const auto& b) {
-  size_t found = a.size() == b.size() ? 0 : std::max(a.size(), b.size());
-  for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) found += a[i] != b[i];
-  return found;
-}
 
 }  // namespace plumb::kernels::grouped_linear

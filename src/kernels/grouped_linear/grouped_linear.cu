@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
-#include "kernels/grouped_linear/launch.cuh"
 #include "kernels/grouped_linear/problem.cuh"
 #include "kernels/hopper/tma.cuh"
+#include "kernels/launch.cuh"
 
 namespace plumb::kernels::grouped_linear {
 namespace {
@@ -21,17 +21,6 @@ struct Workspace {
 };
 constexpr size_t kCounterBytes = 256;
 
-int multiprocessors() {
-  static const int count = [] {
-    int device = 0, n = 0;
-    check_cuda(cudaGetDevice(&device), "grouped_linear: asking for the device");
-    check_cuda(cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, device),
-               "grouped_linear: asking for its size");
-    return n;
-  }();
-  return count;
-}
-
 size_t stash_bytes(int width) {
   return width == kWideRows ? static_cast<size_t>(multiprocessors()) * kStashVectors * sizeof(uint4) : 0;
 }
@@ -46,9 +35,7 @@ Workspace workspace_of(const Plan& plan) {
   return {reinterpret_cast<int*>(bytes), reinterpret_cast<uint4*>(bytes + kCounterBytes), tiles, tiles + records};
 }
 
-void require(bool condition, const std::string& message) {
-  if (!condition) throw std::invalid_argument("grouped_linear: " + message);
-}
+void require(bool condition, const std::string& message) { kernels::require(condition, "grouped_linear", message); }
 void check_sizes(int groups, int rows, int n, int width) {
   require(groups > 0 && rows > 0, "groups = " + std::to_string(groups) + " and rows = " + std::to_string(rows) +
                                       " must be positive (skip the product when there are no rows)");
@@ -57,7 +44,6 @@ void check_sizes(int groups, int rows, int n, int width) {
   require(width == 8 || width == 16 || width == 64 || width == kWideRows,
           "width = " + std::to_string(width) + " is none of 8, 16, 64, 256: use best_width");
 }
-bool aligned(const void* p, uintptr_t bytes) { return p && reinterpret_cast<uintptr_t>(p) % bytes == 0; }
 
 void check_product(const Weights& w, const Activations& a, const Plan& plan) {
   check_sizes(plan.groups, plan.rows, plan.n, plan.width);
@@ -168,6 +154,26 @@ void linear_swiglu(const Weights& weights, const Activations& activations, const
   p.hidden = hidden, p.hidden_scales = hidden_scales, p.route_weight = route_weight;
   p.limit = limit > 0 ? limit : std::numeric_limits<float>::infinity();
   launch_product(weights, activations, plan, Epilogue::swiglu, p, stream);
+}
+
+void linear_backward_input(const Weights& w, const uint16_t* dy, const Plan& plan, uint16_t* dx, cudaStream_t stream) {
+  check_sizes(plan.groups, plan.rows, plan.n, plan.width);
+  require(w.groups == plan.groups && w.k == plan.n && plan.width == kWideRows,
+          "the plan of an input gradient has the weight's groups (" + std::to_string(w.groups) +
+              "), n = the weight's k (" + std::to_string(w.k) + ") and width 256");
+  require(w.n > 0 && w.n % kRecordRows == 0, "n = " + std::to_string(w.n) + " is no multiple of 256");
+  require(aligned(w.records, 128) && aligned(dy, 16) && aligned(dx, 16) && aligned(plan.workspace, 256),
+          "records must be aligned to 128 bytes, dy and dx to 16, the plan's workspace to 256");
+  const Workspace space = workspace_of(plan);
+  Problem p{};
+  p.records = w.records, p.bases = w.bases;
+  p.tiles = space.block_tiles, p.tile_count = space.counters + 1, p.queue = space.counters + 2;
+  p.n = w.n, p.k_blocks = w.k / kBlock, p.block_stride = block_stride(w.k);
+  p.out = dx;
+  const CUtensorMap map = hopper::matrix_map(dy, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, plan.rows, w.n, kWideTokenBox, 64,
+                                             CU_TENSOR_MAP_SWIZZLE_128B);
+  launch_backward_input(w.format, 2 * tile_capacity(plan.groups, plan.rows, plan.n, plan.width), multiprocessors(), map,
+                        p, stream);
 }
 
 }  // namespace plumb::kernels::grouped_linear

@@ -76,4 +76,20 @@ void swiglu_quantise(const uint16_t* gate_up, int rows, int n, const float* rout
 void quantise_rows(const uint16_t* x, const int* source_row, int rows, int k, uint8_t* values, float* scales,
                    cudaStream_t stream);
 
+// ---- Backward ------------------------------------------------------------------------------------------------------
+// dx[row, k] = bf16(sum over n = 0 .. N - 1, in order, of dy[row, n] * weight[n, k]), one chain of FP32 accumulators:
+// weights are widened to bf16 inside the kernel (exact: four significant bits, powers of two). dy: bf16 bits [rows, N],
+// columns in record order, aligned to 16; dx: [rows, K]. plan: made with n = K, a multiple of 256, and width 256.
+void linear_backward_input(const Weights& weights, const uint16_t* dy, const Plan& plan, uint16_t* dx,
+                           cudaStream_t stream);
+
+// Through clamped SwiGLU and the route weight. d_hidden: bf16 [rows, n/2], in the natural order of hidden units (dx of
+// the down product); gate_up: [rows, n] as `linear` wrote it -> d_gate_up, the same shape and order; d_route [rows], or
+// null. A clamped value passes no gradient.
+void swiglu_backward(const uint16_t* d_hidden, const uint16_t* gate_up, int rows, int n, const float* route_weight,
+                     float limit, uint16_t* d_gate_up, float* d_route, cudaStream_t stream);
+
+// out[r] = x[source_row[r]], rows of k bf16 (k a multiple of 8): gradients of tokens to the rows of their experts.
+void gather_rows(const uint16_t* x, const int* source_row, int rows, int k, uint16_t* out, cudaStream_t stream);
+
 }  // namespace plumb::kernels::grouped_linear

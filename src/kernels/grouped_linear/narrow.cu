@@ -10,11 +10,11 @@
 #include <algorithm>
 
 #include "kernels/grouped_linear/activation.cuh"
-#include "kernels/grouped_linear/launch.cuh"
 #include "kernels/grouped_linear/problem.cuh"
 #include "kernels/hopper/mbarrier.cuh"
 #include "kernels/hopper/tma.cuh"
 #include "kernels/hopper/wgmma_fp8.cuh"
+#include "kernels/launch.cuh"
 
 namespace plumb::kernels::grouped_linear {
 namespace {

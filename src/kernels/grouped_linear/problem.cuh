@@ -40,6 +40,9 @@ void launch_wide(WeightFormat format, Epilogue epilogue, int64_t tiles, int mult
                  const CUtensorMap& scales, const Problem& problem, cudaStream_t stream);
 void launch_narrow(int width, WeightFormat format, Epilogue epilogue, int64_t tiles, int multiprocessors,
                    const CUtensorMap& tokens, const Problem& problem, cudaStream_t stream);
+// p.n, p.k_blocks are the weight's; p.out: dx.
+void launch_backward_input(WeightFormat format, int64_t tiles, int multiprocessors, const CUtensorMap& dy,
+                           const Problem& problem, cudaStream_t stream);
 constexpr int kWideScaleBox = 8;   // K blocks that a copy of scales takes
 constexpr int kWideTokenBox = 64;  // rows a copy of the wide kernel takes; the narrow kernel takes `width`
 

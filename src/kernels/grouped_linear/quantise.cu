@@ -4,7 +4,7 @@
 
 #include "kernels/grouped_linear/activation.cuh"
 #include "kernels/grouped_linear/grouped_linear.h"
-#include "kernels/grouped_linear/launch.cuh"
+#include "kernels/launch.cuh"
 
 namespace plumb::kernels::grouped_linear {
 namespace {

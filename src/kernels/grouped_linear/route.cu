@@ -1,7 +1,7 @@
 #include "kernels/grouped_linear/route.h"
 
 #include "kernels/grouped_linear/activation.cuh"
-#include "kernels/grouped_linear/launch.cuh"
+#include "kernels/launch.cuh"
 
 namespace plumb::kernels::grouped_linear {
 namespace {

@@ -15,22 +15,21 @@
 #include <algorithm>
 
 #include "kernels/grouped_linear/activation.cuh"
-#include "kernels/grouped_linear/launch.cuh"
 #include "kernels/grouped_linear/problem.cuh"
+#include "kernels/grouped_linear/wide_parts.cuh"
 #include "kernels/hopper/mbarrier.cuh"
 #include "kernels/hopper/tma.cuh"
 #include "kernels/hopper/wgmma_fp8.cuh"
+#include "kernels/launch.cuh"
 
 namespace plumb::kernels::grouped_linear {
 namespace {
 
 using namespace hopper;
 
-constexpr int kBlockRows = kRecordRows / 2;                     // weight rows computed at a time
-constexpr int kHelperRegisters = 48, kConsumerRegisters = 208;  // (2 * 48 + 2 * 208) * 128 = 64 K
-constexpr int kConverters = 6;              // warps; each takes 16 rows of both slabs of a K block at a time
-constexpr int kScaleChunk = kWideScaleBox;  // K blocks whose scales arrive together
-constexpr int kStages = 4;                  // of codes, of weights and of the queue
+constexpr int kBlockRows = kRecordRows / 2;  // weight rows computed at a time
+constexpr int kScaleChunk = kWideScaleBox;   // K blocks whose scales arrive together
+constexpr int kStages = kQueueSlots;         // of codes and of weights
 
 // Shared memory by 32-bit addresses. Each consumer has its own ring of token slabs: it releases a slab as soon as its
 // products are done and does not wait for the other consumer, and a tile of 128 tokens prefetches twice as far as one
@@ -90,25 +89,6 @@ struct Memory {
     barrier_init_fence();
   }
 };
-
-// ---- The queue of tiles. Entry `item` of this block; rows = 0 marks the end ----------------------------------------
-template <typename M>
-__device__ __forceinline__ Tile queue_read(const M& m, uint32_t item) {
-  barrier_wait(m.queue_full(ring_slot<kStages>(item)), ring_parity<kStages>(item));
-  const uint4 v = load_shared_16(m.start + M::kTileStart + ring_slot<kStages>(item) * sizeof(Tile));
-  return {static_cast<int>(v.x), static_cast<int>(v.y), static_cast<int>(v.z), static_cast<int>(v.w)};
-}
-template <typename M>
-__device__ __forceinline__ void queue_release(const M& m, uint32_t item, bool speaker) {
-  barrier_arrive_if(speaker, m.queue_empty(ring_slot<kStages>(item)));
-}
-template <typename M>
-__device__ __forceinline__ void queue_publish(const M& m, uint32_t item, const Tile& tile) {
-  barrier_wait(m.queue_empty(ring_slot<kStages>(item)), ring_parity<kStages>(item) ^ 1);
-  store_shared_16(m.start + M::kTileStart + ring_slot<kStages>(item) * sizeof(Tile),
-                  *reinterpret_cast<const uint4*>(&tile));
-  barrier_arrive(m.queue_full(ring_slot<kStages>(item)));
-}
 
 // ---- One thread: takes tiles, and feeds both token rings and the scales --------------------------------------------
 template <typename M>
@@ -237,42 +217,6 @@ __device__ __forceinline__ void convert(const M& m, const Problem& p, int conver
 }
 
 // ---- Epilogues of a consumer thread --------------------------------------------------------------------------------
-struct Place {  // of a consumer thread
-  int owner, warp, lane;
-  __device__ __forceinline__ int first_row(int slab) const { return (owner + 2 * slab) * kSlabRows + warp * 16; }
-};
-
-// A warp owns 16 tokens of a slab: it turns 16 x 64 results into rows of 128 bytes in its own corner of shared memory.
-template <typename M>
-__device__ __forceinline__ void write_bf16(const M& m, const float (&total)[2][64], const Problem& p, const Tile& tile,
-                                           const Place& place) {
-  const int lane = place.lane;
-  const uint32_t staging = m.start + M::kOutputStart + (place.owner * 4 + place.warp) * M::kWarpOutputBytes;
-  const uint32_t row_at = staging + (((lane / 8) & 1) * 8 + lane % 8) * 128;
-#pragma unroll
-  for (int slab = 0; slab < 2; ++slab) {
-#pragma unroll
-    for (int columns = 0; columns < 128; columns += 64) {
-#pragma unroll
-      for (int pair = 0; pair < 4; ++pair) {  // 16 weights
-        const float* v = &total[slab][columns / 2 + pair * 8];
-        store_matrices(row_at + (((pair * 2 + lane / 16) ^ (lane % 8)) << 4), pack_bf16(v[0], v[1]),
-                       pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
-      }
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int row = i * 4 + lane / 8, chunk = lane % 8, token = place.first_row(slab) + row;
-        if (token < tile.rows)
-          *reinterpret_cast<uint4*>(p.out + static_cast<size_t>(tile.first_row + token) * p.n +
-                                    tile.weight_tile * kBlockRows + columns + chunk * 8) =
-              load_shared_16(staging + row * 128 + ((chunk ^ (row & 7)) << 4));
-      }
-      __syncwarp();
-    }
-  }
-}
-
 // Of each of its four rows a thread holds 32 results, at places 32 q .. 32 q + 31 of the hidden units (place_of_row).
 // The gates wait in `stash` (global memory that stays in L2) for the ups of the second part.
 __device__ __forceinline__ void stash_gates(const float (&total)[2][64], int slabs, uint4* stash) {
@@ -435,7 +379,7 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
 
       const Tile tile = queue_read(m, item);
       if constexpr (kEpilogue == Epilogue::bf16) {
-        write_bf16(m, total, p, tile, place);
+        write_bf16(m, total, tile, place, p.out, p.n);
       } else {
         uint4* stash = p.stash + blockIdx.x * kStashVectors + owner * 128 + thread;
         if (part == 0)

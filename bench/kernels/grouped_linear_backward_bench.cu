@@ -1,0 +1,92 @@
+// Speed of the input gradients of packed linears: 256 experts x 384 rows (16,384 tokens x 6), dense linears at 16,384
+// rows, and what lies between them. usage: grouped_linear_backward_bench [RESULT.json]
+#include <memory>
+
+#include "bench_support.cuh"
+#include "kernels/grouped_linear/grouped_linear.h"
+
+namespace {
+
+using namespace plumb::bench;
+using namespace plumb::kernels::grouped_linear;
+
+constexpr int kExperts = 256, kRows = 98304;
+
+__global__ void bytes_kernel(uint8_t* out, size_t count, bool records) {
+  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count; i += size_t{gridDim.x} * blockDim.x) {
+    const uint32_t h = hash(i);
+    const bool offset = records && i % kFp4RecordBytes >= 4 * kSlabCodeBytes;
+    out[i] = static_cast<uint8_t>(offset ? h % 12 : records ? h : h & 0xbf);  // no NaN among e4m3 values
+  }
+}
+struct Packed {
+  Array<uint8_t> records;
+  Array<float> bases;
+  Weights weights;
+  Packed(WeightFormat format, int groups, int n, int k)
+      : records(size_t(groups) * (n / kRecordRows) * (k / kBlock) * record_bytes(format)),
+        bases(std::vector<float>(size_t(groups) * (n / kBlock) * block_stride(k), 0x1p-12f)),
+        weights{format, groups, n, k, records.get(), bases.get()} {
+    bytes_kernel<<<2048, 256>>>(records.get(), records.size(), format == WeightFormat::fp4);
+    check_cuda(cudaDeviceSynchronize(), "random records");
+  }
+};
+struct DevicePlan {
+  Array<int> first;
+  Array<uint8_t> workspace;
+  Plan plan;
+  static std::vector<int> first_rows(int groups, int rows, bool even) {  // uneven: 0, 2/3, 4/3, 2 times the mean
+    std::vector<int> first(groups + 1);
+    for (int g = 0; g < groups; ++g)
+      first[g + 1] = first[g] + (even ? rows / groups : rows / groups * (g * 5 % 4) * 2 / 3);
+    first[groups] = rows;
+    return first;
+  }
+  DevicePlan(int groups, int rows, int n, bool even)
+      : first(first_rows(groups, rows, even)),
+        workspace(plan_bytes(groups, rows, n, 256)),
+        plan{groups, rows, n, 256, workspace.get()} {
+    make_plan(first.get(), plan, nullptr);
+  }
+};
+
+void product_runs(Report& report, const Array<uint16_t>& dy, const Array<uint16_t>& dx) {
+  struct Shape {
+    const char* name;
+    WeightFormat format;
+    int groups, rows, n, k;
+    bool even;
+  };
+  for (const Shape& s :
+       {Shape{"experts fc1 FP4 [4096, 4096], even", WeightFormat::fp4, kExperts, kRows, 4096, 4096, true},
+        {"experts fc1 FP4 [4096, 4096], uneven", WeightFormat::fp4, kExperts, kRows, 4096, 4096, false},
+        {"experts fc2 FP4 [4096, 2048], even", WeightFormat::fp4, kExperts, kRows, 4096, 2048, true},
+        {"experts fc1 FP8 [4096, 4096], even", WeightFormat::fp8, kExperts, kRows, 4096, 4096, true},
+        {"dense wq_b FP8 [32768, 1024]", WeightFormat::fp8, 1, 8192, 32768, 1024, true},
+        {"dense wo_b FP8 [4096, 8192]", WeightFormat::fp8, 1, 16384, 4096, 8192, true},
+        {"dense wq_a FP8 [1024, 4096]", WeightFormat::fp8, 1, 16384, 1024, 4096, true},
+        {"dense shared fc1 FP8 [4096, 4096]", WeightFormat::fp8, 1, 16384, 4096, 4096, true}}) {
+    const Packed w(s.format, s.groups, s.n, s.k);
+    const DevicePlan p(s.groups, s.rows, s.k, s.even);
+    report.product(std::string("dx, ") + s.name + ", " + std::to_string(s.rows) + " rows", 2.0 * s.rows * s.n * s.k,
+                   measure([&] { linear_backward_input(w.weights, dy.get(), p.plan, dx.get(), nullptr); }, 20));
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Report report("grouped_linear_backward");
+  const Array<uint16_t> dy(size_t{kRows} * 4096, 1, 1), dx(size_t{kRows} * 4096), gates(size_t{kRows} * 4096, 1, 2);
+  const Array<float> route(kRows, 1, 3), d_route(kRows);
+  product_runs(report, dy, dx);
+  report.bytes("SwiGLU backward, 98304 rows, 2 x 2048", 10.0 * kRows * 2048, median_ms(9, [&] {
+                 swiglu_backward(dy.get(), gates.get(), kRows, 4096, route.get(), 10, dx.get(), d_route.get(), nullptr);
+               }));
+  std::vector<int> tokens(kRows);
+  for (int r = 0; r < kRows; ++r) tokens[r] = static_cast<int>(r * 7919LL % 16384);
+  const Array<int> source(tokens);
+  report.bytes("gather 98304 rows of 4096 from 16384", 2.0 * (kRows + 16384) * 4096,
+               median_ms(9, [&] { gather_rows(dy.get(), source.get(), kRows, 4096, dx.get(), nullptr); }));
+  report.write(argc, argv);
+}

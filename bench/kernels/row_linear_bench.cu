@@ -1,0 +1,76 @@
+// Speed of the products with unquantised weights and of the router, at 16,384 rows and when decoding. Decoding launches
+// take other weights each time, so that they come from memory. usage: row_linear_bench [RESULT.json]
+#include "bench_support.cuh"
+#include "kernels/router/router.h"
+#include "kernels/row_linear/row_linear.h"
+
+namespace {
+
+using namespace plumb::bench;
+using namespace plumb::kernels::row_linear;
+namespace router = plumb::kernels::router;
+
+constexpr int kRows = 16384, kWidth = 4096;
+
+void thin_runs(Report& report, const char* name, int n) {
+  constexpr int kSets = 24;
+  const Array<uint16_t> x(size_t{kRows} * kWidth, 1, 1), data(size_t{kSets} * n * kWidth, 0.02f, 2);
+  const Array<float> out(size_t{kRows} * n), workspace(size_t{1} << 22);
+  const Weight w{data.get(), n, kWidth};
+  const std::string title = std::string(name) + " [" + std::to_string(n) + ", 4096]";
+  const Timing t = measure([&] { linear(x.get(), kRows, w, out.get(), workspace.get(), nullptr); });
+  report.product(title + ", 16384 rows", 2.0 * kRows * n * kWidth, t);
+  for (const int rows : {1, 256})
+    report.bytes(
+        title + ", decoding " + std::to_string(rows) + " rows", 2.0 * n * kWidth + 2.0 * rows * kWidth + 4.0 * rows * n,
+        graph_ms(kSets, [&](int i, cudaStream_t stream) {
+          linear(x.get(), rows, {data.get() + size_t(i) * n * kWidth, n, kWidth}, out.get(), workspace.get(), stream);
+        }));
+}
+
+void few_runs(Report& report, const char* name, int n, int k) {
+  const Array<uint16_t> x(size_t{kRows} * k, 1, 3), planes(split_bytes(1, n, k) / 2);
+  const Array<float> weight(size_t(n) * k, 0.02f, 4), out(size_t{kRows} * n);
+  split_weight(weight.get(), 1, n, k, 1, planes.get(), nullptr);
+  const SplitWeight w{planes.get(), 1, n, k};
+  const std::string title = std::string(name) + " FP32 [" + std::to_string(n) + ", " + std::to_string(k) + "]";
+  report.bytes(title + ", 16384 rows", 2.0 * kRows * k + 4.0 * kRows * n,
+               median_ms(9, [&] { few_outputs(x.get(), nullptr, nullptr, kRows, w, out.get(), nullptr); }));
+  for (const int rows : {1, 256})
+    report.time(title + ", decoding " + std::to_string(rows) + " rows", graph_ms(20, [&](int i, cudaStream_t stream) {
+                  few_outputs(x.get() + size_t(i) * 256 * k, nullptr, nullptr, rows, w, out.get(), stream);
+                }));
+}
+
+void router_runs(Report& report) {
+  const router::Sizes sizes{kRows, 256, 6};
+  const Array<float> logits(size_t{kRows} * 256, 1, 5), bias(256, 0.1f, 6), weight(kRows * 6), d_logit(kRows * 6),
+      dx(size_t{kRows} * kWidth);
+  const Array<uint16_t> gate(256 * kWidth, 0.02f, 7);
+  const Array<int> expert(kRows * 6);
+  for (const int rows : {kRows, 256, 1})
+    report.time("router: choice and weights, " + std::to_string(rows) + " rows",
+                graph_ms(10, [&](int, cudaStream_t stream) {
+                  router::route(logits.get(), {rows, 256, 6}, {bias.get(), nullptr, nullptr, 0, 1.5f}, expert.get(),
+                                weight.get(), nullptr, stream);
+                }));
+  report.time("router: gradient of the logits, 16384 rows", median_ms(9, [&] {
+                router::route_backward(weight.get(), logits.get(), expert.get(), sizes, 1.5f, d_logit.get(), nullptr);
+              }));
+  report.bytes("router: gradient of x, added, 16384 rows", 8.0 * kRows * kWidth, median_ms(9, [&] {
+                 router::route_backward_input(d_logit.get(), expert.get(), sizes, gate.get(), kWidth, true, dx.get(),
+                                              nullptr);
+               }));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Report report("row_linear");
+  thin_runs(report, "router gate", 256), thin_runs(report, "indexer weights", 64);
+  thin_runs(report, "compressor", 1024), thin_runs(report, "wide product", 4096);
+  few_runs(report, "mHC mapping", 24, 16384), few_runs(report, "into a LoRA rank", 8, kWidth);
+  few_runs(report, "into four LoRA ranks", 32, kWidth);
+  router_runs(report);
+  report.write(argc, argv);
+}

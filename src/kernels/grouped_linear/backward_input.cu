@@ -1,0 +1,308 @@
+// Input gradients: dx = dy W with W packed. The contraction runs over the rows of W, where scales vary, so weights are
+// widened to bf16 (exact) and multiplied on bf16 tensor cores, FP32 accumulators, one chain over all rows of W.
+//
+// A block of four warpgroups takes tiles of up to 256 rows x 128 columns of dx from a queue and walks the rows of W in
+// slabs of 64 (a quarter of a record).
+//   0: warp 0 takes tiles and feeds the ring of dy, warp 1 the ring of codes (copy engine)
+//   0, 1: warps 2 to 7 widen: codes -> bf16 in two panels of 64 columns, 128-byte swizzle, read with rows contracted
+//   2, 3: consumers; number i owns the 64-row slabs i and i + 2 of the tile
+#include <cuda_bf16.h>
+
+#include <algorithm>
+
+#include "kernels/grouped_linear/wide_parts.cuh"
+#include "kernels/hopper/tma.cuh"
+#include "kernels/hopper/wgmma_bf16.cuh"
+#include "kernels/hopper/wgmma_fp8.cuh"
+#include "kernels/launch.cuh"
+
+namespace plumb::kernels::grouped_linear {
+namespace {
+
+constexpr int kStages = kQueueSlots;  // of dy and of widened weights
+constexpr int kPanelBytes = 64 * 128;
+constexpr int kWidenRegisters = 72, kProductRegisters = 184;  // (2 * 72 + 2 * 184) * 128 = 64 K
+
+template <WeightFormat kFormat>
+struct Memory {
+  static constexpr bool kPacked = kFormat == WeightFormat::fp4;
+  static constexpr int kCodeStages = kPacked ? 4 : 2;
+  static constexpr int kRecordBytes = record_bytes(kFormat);
+  static constexpr int kCodeBytes = kPacked ? kSlabCodeBytes + kSlabOffsetBytes : kSlabRows * kBlock;
+  static constexpr int kRowBytes = 4 * kPanelBytes, kWeightBytes = 2 * kPanelBytes, kWarpOutputBytes = 16 * 128;
+  static constexpr int kWeightStart = kStages * kRowBytes;
+  static constexpr int kCodeStart = kWeightStart + kStages * kWeightBytes;
+  static constexpr int kOutputStart = kCodeStart + kCodeStages * kCodeBytes;
+  static constexpr int kTileStart = kOutputStart + 8 * kWarpOutputBytes;
+  static constexpr int kBarrierStart = kTileStart + kQueueSlots * static_cast<int>(sizeof(Tile));
+  static constexpr int kBytes = kBarrierStart + 8 * (3 * kStages + 2 * kQueueSlots + 2 * kCodeStages);
+
+  uint32_t start;
+  __device__ __forceinline__ uint32_t barrier(int i) const { return start + kBarrierStart + 8 * i; }
+  __device__ __forceinline__ uint32_t rows_full(uint32_t i) const { return barrier(i); }
+  __device__ __forceinline__ uint32_t weights_full(uint32_t i) const { return barrier(kStages + i); }
+  __device__ __forceinline__ uint32_t stage_empty(uint32_t i) const { return barrier(2 * kStages + i); }
+  __device__ __forceinline__ uint32_t queue_full(uint32_t i) const { return barrier(3 * kStages + i); }
+  __device__ __forceinline__ uint32_t queue_empty(uint32_t i) const { return queue_full(kQueueSlots + i); }
+  __device__ __forceinline__ uint32_t codes_full(uint32_t i) const { return queue_full(2 * kQueueSlots + i); }
+  __device__ __forceinline__ uint32_t codes_empty(uint32_t i) const { return codes_full(kCodeStages + i); }
+
+  __device__ void init_barriers() const {
+    for (int i = 0; i < kStages; ++i)
+      barrier_init(rows_full(i), 1), barrier_init(weights_full(i), 128), barrier_init(stage_empty(i), 8);
+    for (int i = 0; i < kQueueSlots; ++i) barrier_init(queue_full(i), 1), barrier_init(queue_empty(i), 9 + kConverters);
+    for (int i = 0; i < kCodeStages; ++i) barrier_init(codes_full(i), 1), barrier_init(codes_empty(i), 128);
+    barrier_init_fence();
+  }
+};
+
+__device__ __forceinline__ int steps_of(const Problem& p) { return p.n / kSlabRows; }
+
+// ---- One thread: takes tiles and feeds dy --------------------------------------------------------------------------
+template <typename M>
+__device__ __forceinline__ void feed_rows(const M& m, const CUtensorMap* map, const Problem& p) {
+  const int tile_count = *p.tile_count;
+  const auto load_tile = [&](int i) { return i < tile_count ? p.tiles[i] : Tile{0, 0, 0, 0}; };
+  uint32_t step = 0;
+  Tile tile = load_tile(blockIdx.x);
+  queue_publish(m, 0, tile);
+  for (uint32_t item = 1; tile.rows > 0; ++item) {
+    const int next_index = gridDim.x + atomicAdd(p.queue, 1);
+    const int slabs = (tile.rows + kSlabRows - 1) / kSlabRows;
+    Tile next{};
+    for (int i = 0; i < steps_of(p); ++i, ++step) {
+      const uint32_t slot = ring_slot<kStages>(step), full = m.rows_full(slot);
+      barrier_wait(m.stage_empty(slot), ring_parity<kStages>(step) ^ 1);
+      barrier_arrive_expect(full, slabs * kPanelBytes);
+      for (int slab = 0; slab < slabs; ++slab)
+        copy_tensor_2d(m.start + slot * M::kRowBytes + slab * kPanelBytes, map, i * kSlabRows,
+                       tile.first_row + slab * kSlabRows, full);
+      if (i == 0) queue_publish(m, item, next = load_tile(next_index));
+    }
+    tile = next;
+  }
+}
+
+// ---- One thread: feeds the codes -----------------------------------------------------------------------------------
+template <typename M>
+__device__ __forceinline__ void feed_codes(const M& m, const Problem& p) {
+  uint32_t step = 0;
+  for (uint32_t item = 0;; ++item) {
+    const Tile tile = queue_read(m, item);
+    queue_release(m, item, true);
+    if (tile.rows == 0) return;
+    for (int i = 0; i < steps_of(p); ++i, ++step) {
+      const uint8_t* record =
+          p.records +
+          ((static_cast<size_t>(tile.group) * (p.n / kRecordRows) + i / 4) * p.k_blocks + tile.weight_tile) *
+              M::kRecordBytes;
+      const uint32_t slot = ring_slot<M::kCodeStages>(step), full = m.codes_full(slot), slab = i % 4;
+      const uint32_t place = m.start + M::kCodeStart + slot * M::kCodeBytes;
+      barrier_wait(m.codes_empty(slot), ring_parity<M::kCodeStages>(step) ^ 1);
+      barrier_arrive_expect(full, M::kCodeBytes);
+      if constexpr (M::kPacked) {
+        copy_bulk(place, record + slab * kSlabCodeBytes, kSlabCodeBytes, full);
+        copy_bulk(place + kSlabCodeBytes, record + 4 * kSlabCodeBytes + slab * kSlabOffsetBytes, kSlabOffsetBytes,
+                  full);
+      } else {
+        copy_bulk(place, record + slab * M::kCodeBytes, M::kCodeBytes, full);
+      }
+    }
+  }
+}
+
+// ---- Six warps: codes -> bf16 --------------------------------------------------------------------------------------
+__device__ __forceinline__ uint32_t times(uint32_t pair, uint32_t factor) {  // pairs of bf16, exact powers of two
+  const __nv_bfloat162 r =
+      __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&pair), *reinterpret_cast<const __nv_bfloat162*>(&factor));
+  return *reinterpret_cast<const uint32_t*>(&r);
+}
+// Four e4m3 times base (a bf16 pair). The bits of an e4m3, moved to bf16's fields, are its value times 2^-120, also if
+// it is subnormal.
+__device__ __forceinline__ uint2 widen(uint32_t four, uint32_t base) {
+  constexpr uint32_t kPower = 0x7b807b80;  // 2^120, twice
+  const auto pair = [&](uint32_t x) {      // values in bits 8-15 and 24-31
+    return times(times((x >> 4 & 0x07f007f0u) | (x & 0x80008000u), kPower), base);
+  };
+  return {pair(permute_bytes(four, 0, 0x1404)), pair(permute_bytes(four, 0, 0x3424))};
+}
+
+// Unit u is strip u % 4 (16 rows) of slab u / 4. A lane takes two rows (lane / 4 and 8 below) and, of each, four times
+// eight neighbours in k.
+template <typename M>
+__device__ __forceinline__ void convert(const M& m, const Problem& p, int converter, int lane) {
+  const uint32_t codes_at = m.start + M::kCodeStart;
+  const int row = lane / 4, part = lane % 4;
+  struct Raw {
+    uint4 v[M::kPacked ? 2 : 4];
+    uint32_t offsets;
+    float base;
+  } raw;
+  Tile tile{};
+  const auto fetch = [&](uint32_t unit, uint32_t first_unit) {
+    const uint32_t step = unit / 4, slot = ring_slot<M::kCodeStages>(step), strip = unit % 4;
+    const uint32_t at = codes_at + slot * M::kCodeBytes;
+    const int block = (step - first_unit / 4) / 2;  // of 128 rows of W
+    raw.base =
+        __ldg(p.bases + (static_cast<size_t>(tile.group) * (p.n / kBlock) + block) * p.block_stride + tile.weight_tile);
+    barrier_wait(m.codes_full(slot), ring_parity<M::kCodeStages>(step));
+    if constexpr (M::kPacked) {
+      const RawSlab slab = load_slab(at + (strip * 32 + lane) * 16, at + kSlabCodeBytes + (strip * 32 + lane) * 2);
+      raw.v[0] = slab.first, raw.v[1] = slab.second, raw.offsets = slab.offsets;
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i)  // row, half of the 32 places
+        raw.v[i] = load_shared_16(at + (strip * 16 + i / 2 * 8 + row) * 128 + (((2 * part + i % 2) ^ row) << 4));
+    }
+  };
+  // Eight neighbours in k, k = 32 q + 8 s, of row `lower` to their place in the panels.
+  const auto store = [&](uint32_t panels, uint32_t first, uint32_t second, int lower, int q, int s) {
+    const __nv_bfloat162 pair = __float2bfloat162_rn(raw.base);
+    const uint32_t base = *reinterpret_cast<const uint32_t*>(&pair);
+    const uint2 a = widen(first, base), b = widen(second, base);
+    const uint32_t unit = q % 2 * 4 + s;
+    store_shared_16(panels + q / 2 * kPanelBytes + (lower * 8 + row) * 128 + ((unit ^ row) << 4),
+                    make_uint4(a.x, a.y, b.x, b.y));
+  };
+
+  uint32_t unit = converter, units = 0;  // both counted over all tiles
+  for (uint32_t item = 0;; ++item) {
+    tile = queue_read(m, item);
+    __syncwarp();
+    queue_release(m, item, lane == 0);
+    if (uniform(tile.rows) == 0) return;
+    const uint32_t first_unit = units;
+    units += steps_of(p) * 4;
+    if (unit < units) fetch(unit, first_unit);
+    for (; unit < units; unit += kConverters) {
+      const uint32_t step = unit / 4, slot = ring_slot<kStages>(step);
+      const uint32_t panels = m.start + M::kWeightStart + slot * M::kWeightBytes + (unit % 4) * 16 * 128;
+      barrier_wait(m.stage_empty(slot), ring_parity<kStages>(step) ^ 1);
+      if constexpr (M::kPacked) {
+        // This lane's q is `part`. Lanes of the right panel take their four words in another order: no bank conflicts.
+        const uint32_t words[8] = {raw.v[0].x, raw.v[0].y, raw.v[0].z, raw.v[0].w,
+                                   raw.v[1].x, raw.v[1].y, raw.v[1].z, raw.v[1].w};
+        const MagnitudeTable table[2] = {magnitude_table(raw.offsets & 255), magnitude_table(raw.offsets >> 8)};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {  // s = i / 2
+          const uint32_t word = part < 2 ? words[i] : words[i ^ 4];
+          store(panels, expand_first(table[i & 1], word), expand_second(table[i & 1], word), i & 1, part,
+                part < 2 ? i / 2 : i / 2 ^ 2);
+        }
+      } else {
+        // This lane's s is `part`; odd rows take q in another order.
+#pragma unroll
+        for (int lower = 0; lower < 2; ++lower) {
+          const uint4 &a = raw.v[2 * lower], &b = raw.v[2 * lower + 1];
+          const uint32_t first[4] = {a.x, a.y, a.z, a.w}, second[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            store(panels, row % 2 ? first[i ^ 1] : first[i], row % 2 ? second[i ^ 1] : second[i], lower, i ^ (row % 2),
+                  part);
+        }
+      }
+      barrier_arrive(m.codes_empty(ring_slot<M::kCodeStages>(step)));
+      if (unit + kConverters < units) fetch(unit + kConverters, first_unit);
+      async_proxy_fence();
+      barrier_arrive(m.weights_full(slot));
+    }
+  }
+}
+
+// ---- A consumer warpgroup ------------------------------------------------------------------------------------------
+// All products of a tile. kSlabs: of this consumer, 0 to 2.
+template <int kSlabs, typename M>
+__device__ __forceinline__ void multiply_tile(const M& m, float (&total)[2][64], uint32_t& step, int steps, int owner,
+                                              bool speaker) {
+  const auto release = [&](uint32_t at) { barrier_arrive_if(speaker, m.stage_empty(ring_slot<kStages>(at))); };
+  for (const uint32_t first = step, end = step + steps; step != end; ++step) {
+    const uint32_t slot = ring_slot<kStages>(step);
+    barrier_wait(m.weights_full(slot), ring_parity<kStages>(step));
+    barrier_wait(m.rows_full(slot), ring_parity<kStages>(step));
+    if constexpr (kSlabs == 0) {
+      __syncwarp();
+      release(step);
+    } else {
+      const uint64_t rows = tile_descriptor(m.start + slot * M::kRowBytes + owner * kPanelBytes);
+      const uint64_t weights = tile_descriptor(m.start + M::kWeightStart + slot * M::kWeightBytes, kPanelBytes);
+      wgmma_fence();
+#pragma unroll
+      for (int slab = 0; slab < kSlabs; ++slab)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          wgmma<kColumnsContracted, kRowsContracted>(total[slab], rows + slab * (2 * kPanelBytes / 16) + i * 2,
+                                                     weights + i * 128, step != first || i > 0);
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (step != first) release(step - 1);
+    }
+  }
+  if constexpr (kSlabs > 0) {
+    wgmma_wait<0>();
+    pin(total[0]);
+    if constexpr (kSlabs == 2) pin(total[1]);
+    release(step - 1);
+  }
+}
+
+template <typename M>
+__device__ __forceinline__ void consume(const M& m, const Problem& p, int owner, int thread) {
+  const Place place{owner, uniform(thread / 32), thread % 32};
+  const bool speaker = place.lane == 0;
+  uint32_t step = 0;
+  float total[2][64];
+  for (uint32_t item = 0;; ++item) {
+    const int rows = uniform(queue_read(m, item).rows);
+    if (rows == 0) return;
+    const int slabs = (rows > owner * kSlabRows) + (rows > (owner + 2) * kSlabRows);
+    if (slabs == 2)
+      multiply_tile<2>(m, total, step, steps_of(p), owner, speaker);
+    else if (slabs == 1)
+      multiply_tile<1>(m, total, step, steps_of(p), owner, speaker);
+    else
+      multiply_tile<0>(m, total, step, steps_of(p), owner, speaker);
+    if (slabs > 0) write_bf16(m, total, queue_read(m, item), place, p.out, p.k_blocks * kBlock);
+    __syncwarp();
+    queue_release(m, item, speaker);
+  }
+}
+
+template <WeightFormat kFormat>
+__global__ void __launch_bounds__(kWideThreads, 1)
+    backward_input_kernel(const __grid_constant__ CUtensorMap dy, const Problem p) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  using M = Memory<kFormat>;
+  const M m{static_cast<uint32_t>(uniform(shared_address(shared)))};
+  const int group = uniform(threadIdx.x / 128);
+  if (threadIdx.x == 0) prefetch_map(&dy), m.init_barriers();
+  __syncthreads();
+  if (group < 2) {
+    give_registers<kWidenRegisters>();
+    const int role = uniform(threadIdx.x / 32);
+    if (threadIdx.x == 0)
+      feed_rows(m, &dy, p);
+    else if (threadIdx.x == 32)
+      feed_codes(m, p);
+    else if (role >= 2)
+      convert(m, p, role - 2, threadIdx.x % 32);
+  } else {
+    take_registers<kProductRegisters>();
+    consume(m, p, group - 2, threadIdx.x % 128);
+  }
+}
+
+}  // namespace
+
+void launch_backward_input(WeightFormat format, int64_t tiles, int multiprocessors, const CUtensorMap& dy,
+                           const Problem& p, cudaStream_t stream) {
+  check_cuda(cudaMemsetAsync(p.queue, 0, sizeof(int), stream), "grouped_linear: clearing the tile queue");
+  const int blocks = static_cast<int>(std::min<int64_t>(multiprocessors, tiles));
+  if (format == WeightFormat::fp4)
+    launch_with_shared(backward_input_kernel<WeightFormat::fp4>, blocks, kWideThreads,
+                       Memory<WeightFormat::fp4>::kBytes, stream, dy, p);
+  else
+    launch_with_shared(backward_input_kernel<WeightFormat::fp8>, blocks, kWideThreads,
+                       Memory<WeightFormat::fp8>::kBytes, stream, dy, p);
+}
+
+}  // namespace plumb::kernels::grouped_linear

@@ -1,0 +1,266 @@
+#include "kernels/head/head.h"
+
+#include "kernels/row_linear/wide_product.cuh"
+
+namespace plumb::kernels::head {
+namespace {
+
+using hopper::kColumnsContracted;
+using hopper::kRowsContracted;
+using wide_product::kColumns;
+using wide_product::Place;
+using wide_product::Shape;
+
+constexpr float kNone = -INFINITY;
+
+__device__ __forceinline__ float exponential(float x) {  // relative error 2^-22 where it matters, x <= 0
+  float e;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(x, 1.4426950408889634f)));
+  return e;
+}
+__device__ __forceinline__ float log_probability_of(float logit, const Normaliser& n) {
+  return __fsub_rn(__fsub_rn(logit, n.maximum), n.logarithm);
+}
+
+// ---- Forward: what a tile of 256 logits contributes ----------------------------------------------------------------
+// parts[row, tile]: the largest logit and the sum of exp(logit - largest). A quad of threads has a row's 256 logits.
+struct Summarise {
+  float2* parts;
+  float* logits;      // null: not wanted
+  const int* target;  // null: none
+  float* target_logit;
+  __device__ __forceinline__ void operator()(float (&d)[128], const Shape& s, const Place& place) const {
+    const int tile = place.column / kColumns;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = place.row + 8 * half;
+      float largest = kNone;
+#pragma unroll
+      for (int i = 0; i < 64; ++i)
+        if (place.column + i / 2 * 8 < s.columns) largest = fmaxf(largest, d[i / 2 * 4 + 2 * half + i % 2]);
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      float sum[2] = {};
+#pragma unroll
+      for (int i = 0; i < 64; ++i)
+        if (place.column + i / 2 * 8 < s.columns)
+          sum[i % 2] = __fadd_rn(sum[i % 2], exponential(__fsub_rn(d[i / 2 * 4 + 2 * half + i % 2], largest)));
+      float total = __fadd_rn(sum[0], sum[1]);
+      total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 1));
+      total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 2));
+      if (row >= s.rows) continue;
+      if (place.lane % 4 == 0) parts[static_cast<size_t>(row) * s.column_tiles() + tile] = make_float2(largest, total);
+      if (target) {
+        const int offset = target[row] - place.column;  // ours if 8 i + {0, 1}
+        if (offset >= 0 && offset < kColumns && offset % 8 < 2) {
+#pragma unroll
+          for (int i = 0; i < 64; ++i)
+            if (offset == i / 2 * 8 + i % 2) target_logit[row] = d[i / 2 * 4 + 2 * half + i % 2];
+        }
+      }
+    }
+    if (logits) wide_product::StoreFloats{logits, false}(d, s, place);
+  }
+};
+
+// A warp a row. Lane l takes parts l, l + 32, ...; the lanes' sums are added in a fixed tree.
+__global__ void __launch_bounds__(256)
+    combine_kernel(const float2* parts, int rows, int vocabulary, int tiles, const int* target,
+                   const float* target_logit, float* log_probability, Normaliser* normaliser) {
+  const int row = blockIdx.x * 8 + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (row >= rows) return;
+  parts += static_cast<size_t>(row) * tiles;
+  float largest = kNone;
+  for (int i = lane; i < tiles; i += 32) largest = fmaxf(largest, parts[i].x);
+#pragma unroll
+  for (int step = 16; step; step /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, step));
+  double sum = 0;
+  for (int i = lane; i < tiles; i += 32)
+    sum += static_cast<double>(__fmul_rn(parts[i].y, exponential(__fsub_rn(parts[i].x, largest))));
+#pragma unroll
+  for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  if (lane != 0) return;
+  const Normaliser n{largest, static_cast<float>(log(sum))};
+  normaliser[row] = n;
+  if (target) {
+    const bool exists = target[row] >= 0 && target[row] < vocabulary;
+    log_probability[row] = exists ? log_probability_of(target_logit[row], n) : NAN;
+  }
+}
+
+// ---- Backward: logits become gradients in the epilogue -------------------------------------------------------------
+struct Differentiate {
+  const float* d_log_probability;
+  const int* target;
+  const Normaliser* normaliser;
+  uint16_t* gradient;  // bf16 [rows, vocabulary]
+  __device__ __forceinline__ void operator()(float (&d)[128], const Shape& s, const Place& place) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = min(place.row + 8 * half, s.rows - 1);
+      const float factor = d_log_probability[row];
+      const Normaliser n = normaliser[row];
+      const int offset = target[row] - place.column;
+#pragma unroll
+      for (int i = 0; i < 64; ++i) {
+        float& v = d[i / 2 * 4 + 2 * half + i % 2];
+        const float hit = offset == i / 2 * 8 + i % 2 ? 1.0f : 0.0f;
+        v = __fmul_rn(factor, __fsub_rn(hit, exponential(log_probability_of(v, n))));
+      }
+    }
+    wide_product::write_bf16_rows(d, s, place, gradient);
+  }
+};
+
+// ---- The best log-probabilities ------------------------------------------------------------------------------------
+// Larger keys are better: by value, then by lower index. Any NaN is the worst.
+__device__ __forceinline__ uint64_t key_of(float value, int index) {
+  const uint32_t bits = __float_as_uint(value);
+  const uint32_t order = value != value ? 0 : bits ^ (bits >> 31 ? ~0u : 0x80000000u);
+  return static_cast<uint64_t>(order) << 32 | static_cast<uint32_t>(~index);
+}
+__device__ __forceinline__ int index_of(uint64_t key) { return ~static_cast<int>(static_cast<uint32_t>(key)); }
+
+constexpr int kBestThreads = 256;
+
+// The largest key of the block that is smaller than `below`; keys(i) for i in 0 .. count - 1.
+template <typename Keys>
+__device__ __forceinline__ uint64_t next_best(uint64_t below, int count, uint64_t* scratch, Keys keys) {
+  uint64_t winner = 0;
+  for (int i = threadIdx.x; i < count; i += kBestThreads) {
+    const uint64_t key = keys(i);
+    if (key < below && key > winner) winner = key;
+  }
+#pragma unroll
+  for (int step = 16; step; step /= 2) {
+    const uint64_t other = __shfl_xor_sync(~0u, winner, step);
+    winner = other > winner ? other : winner;
+  }
+  __syncthreads();  // the previous round's winner has been read
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = winner;
+  __syncthreads();
+  for (int w = 0; w < kBestThreads / 32; ++w) winner = scratch[w] > winner ? scratch[w] : winner;
+  return winner;
+}
+
+// A block a row. The `count` best logits lie in the `count` tiles with the largest maxima (a logit elsewhere is beaten
+// by one of each of these tiles), so only those are searched.
+__global__ void __launch_bounds__(kBestThreads)
+    best_kernel(const float* logits, int vocabulary, const float2* parts, int tiles, const Normaliser* normaliser,
+                int count, int* token, float* log_probability) {
+  __shared__ uint64_t scratch[kBestThreads / 32];
+  __shared__ int chosen[kMostBest];
+  extern __shared__ uint64_t keys[];  // [count, 256]
+  const size_t row = blockIdx.x;
+  logits += row * vocabulary, parts += row * tiles;
+  const int searched = min(count, tiles);
+  uint64_t last = ~uint64_t{0};
+  for (int j = 0; j < searched; ++j) {
+    last = next_best(last, tiles, scratch, [&](int i) { return key_of(parts[i].x, i); });
+    if (threadIdx.x == 0) chosen[j] = index_of(last);
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < searched * kColumns; i += kBestThreads) {
+    const int v = chosen[i / kColumns] * kColumns + i % kColumns;
+    keys[i] = v < vocabulary ? key_of(logits[v], v) : 0;
+  }
+  __syncthreads();
+  last = ~uint64_t{0};
+  for (int j = 0; j < count; ++j) {
+    last = next_best(last, searched * kColumns, scratch, [&](int i) { return keys[i]; });
+    if (threadIdx.x == 0) {
+      const int v = index_of(last);
+      token[row * count + j] = v;
+      log_probability[row * count + j] = log_probability_of(logits[v], normaliser[row]);
+    }
+  }
+}
+
+// ---- Host ----------------------------------------------------------------------------------------------------------
+struct Workspace {
+  float2* parts;
+  float* target_logit;
+};
+Workspace workspace_of(const void* workspace, int rows, int tiles) {
+  auto* parts = static_cast<float2*>(const_cast<void*>(workspace));
+  return {parts, reinterpret_cast<float*>(parts + static_cast<size_t>(rows) * tiles)};
+}
+int tiles_of(int vocabulary) { return (vocabulary + kColumns - 1) / kColumns; }
+
+void check(const char* where, const uint16_t* hidden, int rows, const Weight& w, const void* workspace) {
+  require(rows > 0, where, "rows = " + std::to_string(rows) + " must be positive (skip the head when there are none)");
+  require(w.vocabulary > 0 && w.vocabulary % 8 == 0 && w.width > 0 && w.width % 8 == 0, where,
+          "the weight [" + std::to_string(w.vocabulary) + ", " + std::to_string(w.width) +
+              "] must have positive multiples of 8: pad it with zeros");
+  require(aligned(w.data, 16) && aligned(hidden, 16) && aligned(workspace, 16), where,
+          "hidden rows, weight and workspace must be aligned to 16 bytes");
+}
+
+void forward(const uint16_t* hidden, int rows, const Weight& w, const int* target, float* log_probability,
+             float* logits, Normaliser* normaliser, void* workspace, cudaStream_t stream) {
+  const int tiles = tiles_of(w.vocabulary);
+  const Workspace space = workspace_of(workspace, rows, tiles);
+  wide_product::launch<kColumnsContracted, kColumnsContracted>(
+      hidden, w.data, {rows, w.vocabulary, w.width}, Summarise{space.parts, logits, target, space.target_logit},
+      stream);
+  combine_kernel<<<(rows + 7) / 8, 256, 0, stream>>>(space.parts, rows, w.vocabulary, tiles, target, space.target_logit,
+                                                     log_probability, normaliser);
+  check_cuda(cudaGetLastError(), "head: launching the combination");
+}
+
+}  // namespace
+
+size_t workspace_bytes(int rows, int vocabulary) {
+  return static_cast<size_t>(rows) * (tiles_of(vocabulary) * sizeof(float2) + sizeof(float));
+}
+
+void log_probabilities(const uint16_t* hidden, int rows, const Weight& weight, const int* target,
+                       float* log_probability, Normaliser* normaliser, void* workspace, cudaStream_t stream) {
+  check("head: log_probabilities", hidden, rows, weight, workspace);
+  forward(hidden, rows, weight, target, log_probability, nullptr, normaliser, workspace, stream);
+}
+
+void logits(const uint16_t* hidden, int rows, const Weight& weight, float* logits, Normaliser* normaliser,
+            void* workspace, cudaStream_t stream) {
+  check("head: logits", hidden, rows, weight, workspace);
+  require(aligned(logits, 8), "head: logits", "the logits must be aligned to 8 bytes");
+  forward(hidden, rows, weight, nullptr, nullptr, logits, normaliser, workspace, stream);
+}
+
+void best(const float* logits, int rows, int vocabulary, const Normaliser* normaliser, int count, int* token,
+          float* log_probability, const void* workspace, cudaStream_t stream) {
+  require(rows > 0 && count > 0 && count <= kMostBest && count <= vocabulary, "head: best",
+          "count = " + std::to_string(count) + " must be between 1 and " + std::to_string(kMostBest) +
+              " and at most the vocabulary, " + std::to_string(vocabulary));
+  const int tiles = tiles_of(vocabulary);
+  launch_with_shared(best_kernel, rows, kBestThreads, count * kColumns * static_cast<int>(sizeof(uint64_t)), stream,
+                     logits, vocabulary, static_cast<const float2*>(workspace), tiles, normaliser, count, token,
+                     log_probability);
+}
+
+size_t backward_workspace_bytes(int chunk_rows, int vocabulary) {
+  return static_cast<size_t>(chunk_rows) * vocabulary * sizeof(uint16_t);
+}
+
+void log_probabilities_backward(const float* d_log_probability, const uint16_t* hidden, int rows, const Weight& w,
+                                const int* target, const Normaliser* normaliser, int chunk_rows, float* d_hidden,
+                                float* d_weight, void* workspace, cudaStream_t stream) {
+  check("head: log_probabilities_backward", hidden, rows, w, workspace);
+  require(chunk_rows > 0, "head: log_probabilities_backward", "chunk_rows must be positive");
+  auto* gradient = static_cast<uint16_t*>(workspace);
+  for (int first = 0; first < rows; first += chunk_rows) {
+    const int n = std::min(chunk_rows, rows - first);
+    const uint16_t* x = hidden + static_cast<size_t>(first) * w.width;
+    wide_product::launch<kColumnsContracted, kColumnsContracted>(
+        x, w.data, {n, w.vocabulary, w.width},
+        Differentiate{d_log_probability + first, target + first, normaliser + first, gradient}, stream);
+    wide_product::launch<kColumnsContracted, kRowsContracted>(
+        gradient, w.data, {n, w.width, w.vocabulary},
+        wide_product::StoreFloats{d_hidden + static_cast<size_t>(first) * w.width, false}, stream);
+    if (d_weight)  // rows are contracted: gradient and x as they lie
+      wide_product::launch<kRowsContracted, kRowsContracted>(gradient, x, {w.vocabulary, w.width, n},
+                                                             wide_product::StoreFloats{d_weight, true}, stream);
+  }
+}
+
+}  // namespace plumb::kernels::head

@@ -1,0 +1,54 @@
+// Pairs of blocks (a cluster of two): one copy feeds both, a barrier of the other block is reached by its rank.
+// Source: PTX ISA, "cp.async.bulk.tensor" (multicast), "mapa", "barrier.cluster".
+#pragma once
+#include <cuda.h>
+
+#include <cstdint>
+
+namespace plumb::kernels::hopper {
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// All threads of all blocks of the cluster. Needed before the first access to another block's shared memory, and before
+// a block ends that others may still write to.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Arrives on the barrier that lies at `barrier` in the shared memory of block `rank`.
+__device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
+  asm volatile(
+      "{ .reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+
+// barrier_wait for a barrier on which threads of other blocks arrive.
+__device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{ .reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\n"
+      "bra again;\n"
+      "finished: }" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// copy_tensor_2d to the same place in all blocks of `mask`; each block's own barrier receives the bytes.
+__device__ __forceinline__ void copy_tensor_2d_to_all(uint32_t destination, const CUtensorMap* map, int inner,
+                                                      int outer, uint32_t barrier, uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster"
+      " [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(destination),
+      "l"(map), "r"(inner), "r"(outer), "r"(barrier), "h"(mask)
+      : "memory");
+}
+
+}  // namespace plumb::kernels::hopper

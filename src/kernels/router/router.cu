@@ -1,0 +1,170 @@
+// A warp a row; lane l holds the experts l, l + 32, ...
+#include "kernels/router/router.h"
+
+#include <cmath>
+
+#include "kernels/launch.cuh"
+
+namespace plumb::kernels::router {
+namespace {
+
+constexpr int kWarps = 8, kPerLane = kMostExperts / 32;
+constexpr double kEps = 1e-20;  // all chosen scores may underflow
+
+__device__ __forceinline__ double sqrt_softplus(double z) { return sqrt(log1p(exp(-fabs(z))) + fmax(z, 0.0)); }
+
+// Its derivative sigmoid(z) / (2 score). Far below zero both underflow, but their ratio tends to exp(z / 2) / 2.
+__device__ __forceinline__ double slope(double z) {
+  return z < -20 ? exp(z / 2) / 2 : 1 / (1 + exp(-z)) / (2 * sqrt_softplus(z));
+}
+
+// Larger keys are better: by value, then by lower index; NaN is worse than anything.
+__device__ __forceinline__ uint64_t key_of(float value, int index) {
+  const uint32_t bits = __float_as_uint(__fadd_rn(value, 0.0f));  // -0 ties with 0
+  const uint32_t order = value != value ? 0 : bits ^ (bits >> 31 ? ~0u : 0x80000000u);
+  return static_cast<uint64_t>(order) << 32 | static_cast<uint32_t>(~index);
+}
+__device__ __forceinline__ uint64_t warp_largest(uint64_t key) {
+#pragma unroll
+  for (int step = 16; step; step /= 2) {
+    const uint64_t other = __shfl_xor_sync(~0u, key, step);
+    key = other > key ? other : key;
+  }
+  return key;
+}
+
+__global__ void __launch_bounds__(32 * kWarps)
+    route_kernel(const float* logits, Sizes s, Choice c, int* expert, float* weight, float* score) {
+  const int row = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (row >= s.rows) return;
+  logits += static_cast<size_t>(row) * s.experts;
+  float mine[kPerLane];
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    const int e = lane + 32 * i;
+    mine[i] = e < s.experts ? static_cast<float>(sqrt_softplus(logits[e])) : 0.0f;
+    if (score && e < s.experts) score[static_cast<size_t>(row) * s.experts + e] = mine[i];
+  }
+
+  int chosen = -1;  // lane j: the expert of slot j
+  if (c.table) {
+    const int token = c.token[row];
+    if (lane < s.slots && token >= 0 && token < c.vocabulary) {
+      const int e = c.table[static_cast<size_t>(token) * s.slots + lane];
+      if (e >= 0 && e < s.experts) chosen = e;
+    }
+  } else {
+    uint64_t last = ~uint64_t{0};
+    for (int slot = 0; slot < s.slots; ++slot) {
+      uint64_t best = 0;
+#pragma unroll
+      for (int i = 0; i < kPerLane; ++i) {
+        const int e = lane + 32 * i;
+        if (e >= s.experts) break;
+        const uint64_t key = key_of(c.bias ? __fadd_rn(mine[i], c.bias[e]) : mine[i], e);
+        if (key < last && key > best) best = key;
+      }
+      last = warp_largest(best);
+      if (lane == slot) chosen = ~static_cast<int>(static_cast<uint32_t>(last));
+    }
+  }
+  const float own = chosen >= 0 ? static_cast<float>(sqrt_softplus(logits[chosen])) : 0.0f;
+  float total = 0;
+  for (int slot = 0; slot < s.slots; ++slot) total = __fadd_rn(total, __shfl_sync(~0u, own, slot));
+  if (lane >= s.slots) return;
+  const size_t at = static_cast<size_t>(row) * s.slots + lane;
+  expert[at] = chosen;
+  weight[at] = __fmul_rn(__fdiv_rn(own, __fadd_rn(total, static_cast<float>(kEps))), c.scale);
+}
+
+// A thread a row: six of 256 logits matter.
+__global__ void __launch_bounds__(128) backward_kernel(const float* d_weight, const float* logits, const int* expert,
+                                                       Sizes s, float scale, float* d_logit) {
+  const int row = blockIdx.x * 128 + threadIdx.x;
+  if (row >= s.rows) return;
+  const size_t at = static_cast<size_t>(row) * s.slots;
+  logits += static_cast<size_t>(row) * s.experts;
+  double total = kEps, dot = 0;  // dot: sum of d * weight / scale * total
+  for (int j = 0; j < s.slots; ++j) {
+    const int e = expert[at + j];
+    const double score = e < 0 ? 0 : sqrt_softplus(logits[e]);
+    total += score, dot += static_cast<double>(d_weight[at + j]) * score;
+  }
+  for (int j = 0; j < s.slots; ++j) {
+    const int e = expert[at + j];
+    d_logit[at + j] =
+        e < 0 ? 0.0f : static_cast<float>(scale * (d_weight[at + j] - dot / total) / total * slope(logits[e]));
+  }
+}
+
+// A block a row, a thread eight columns at a time.
+__global__ void __launch_bounds__(128) backward_input_kernel(const float* d_logit, const int* expert, Sizes s,
+                                                             const uint16_t* gate, int k, bool add, float* dx) {
+  __shared__ int order[kMostSlots];
+  const size_t row = blockIdx.x;
+  expert += row * s.slots, d_logit += row * s.slots;
+  if (static_cast<int>(threadIdx.x) < s.slots) {  // slots by expert
+    const int e = expert[threadIdx.x];
+    int place = 0;
+    for (int j = 0; j < s.slots; ++j) place += expert[j] < e || (expert[j] == e && j < static_cast<int>(threadIdx.x));
+    order[place] = threadIdx.x;
+  }
+  __syncthreads();
+  for (int column = threadIdx.x * 8; column < k; column += 128 * 8) {
+    float sum[8] = {};
+    for (int j = 0; j < s.slots; ++j) {
+      const int slot = order[j], e = expert[slot];
+      if (e < 0) continue;
+      const uint4 v = *reinterpret_cast<const uint4*>(gate + static_cast<size_t>(e) * k + column);
+      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        sum[i] = fmaf(d_logit[slot], __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16), sum[i]);
+    }
+    float4* to = reinterpret_cast<float4*>(dx + row * k + column);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float* v = sum + 4 * half;
+      const float4 old = add ? to[half] : make_float4(0, 0, 0, 0);
+      to[half] = make_float4(old.x + v[0], old.y + v[1], old.z + v[2], old.w + v[3]);
+    }
+  }
+}
+
+void check(const char* where, const Sizes& s) {
+  require(s.rows > 0 && s.experts > 0 && s.experts <= kMostExperts && s.slots > 0 && s.slots <= kMostSlots &&
+              s.slots <= s.experts,
+          where,
+          "rows = " + std::to_string(s.rows) + " must be positive, experts = " + std::to_string(s.experts) +
+              " between 1 and " + std::to_string(kMostExperts) + ", slots = " + std::to_string(s.slots) +
+              " between 1 and " + std::to_string(kMostSlots) + " and at most the experts");
+}
+
+}  // namespace
+
+void route(const float* logits, const Sizes& s, const Choice& choice, int* expert, float* weight, float* score,
+           cudaStream_t stream) {
+  check("router: route", s);
+  require((choice.token == nullptr) == (choice.table == nullptr), "router: route",
+          "a hash layer needs both the tokens and the table");
+  route_kernel<<<(s.rows + kWarps - 1) / kWarps, 32 * kWarps, 0, stream>>>(logits, s, choice, expert, weight, score);
+  check_cuda(cudaGetLastError(), "router: route");
+}
+
+void route_backward(const float* d_weight, const float* logits, const int* expert, const Sizes& s, float scale,
+                    float* d_logit, cudaStream_t stream) {
+  check("router: route_backward", s);
+  backward_kernel<<<(s.rows + 127) / 128, 128, 0, stream>>>(d_weight, logits, expert, s, scale, d_logit);
+  check_cuda(cudaGetLastError(), "router: route_backward");
+}
+
+void route_backward_input(const float* d_logit, const int* expert, const Sizes& s, const uint16_t* gate, int k,
+                          bool add, float* dx, cudaStream_t stream) {
+  check("router: route_backward_input", s);
+  require(k > 0 && k % 8 == 0 && aligned(gate, 16) && aligned(dx, 16), "router: route_backward_input",
+          "k = " + std::to_string(k) + " must be a positive multiple of 8, gate and dx aligned to 16 bytes");
+  backward_input_kernel<<<s.rows, 128, 0, stream>>>(d_logit, expert, s, gate, k, add, dx);
+  check_cuda(cudaGetLastError(), "router: route_backward_input");
+}
+
+}  // namespace plumb::kernels::router

@@ -1,0 +1,192 @@
+// Products with bf16 weights: the thin kernel, and the wide one's host side.
+//
+// Thin: a block computes 128 rows x 128 outputs. Warpgroup 0 feeds six stages of 64 of K, warpgroups 1 and 2 own 64
+// rows each. Every 512 of K the tensor cores' sum is added to an FP32 total. With few rows there are more
+// multiprocessors than tiles: then each part of K is a block of its own, which leaves its sum in a workspace, and a
+// second kernel adds the parts in the same order.
+#include "kernels/row_linear/row_linear.h"
+
+#include "kernels/row_linear/wide_product.cuh"
+
+namespace plumb::kernels::row_linear {
+namespace {
+
+using namespace hopper;
+using wide_product::kPanelBytes;
+
+constexpr int kTile = 128, kDepth = 64, kPartSteps = 8;  // steps of kDepth in a part
+constexpr int kStages = 6, kThreads = 384;
+constexpr int kOperandBytes = 2 * kPanelBytes, kStageBytes = 2 * kOperandBytes;
+constexpr int kBarrierStart = kStages * kStageBytes, kSharedBytes = kBarrierStart + 2 * kStages * 8;
+
+struct Thin {
+  int rows, n, k;
+  float* out_f32;  // one of the two
+  uint16_t* out_bf16;
+  float* parts;  // [parts][rows][n], or null: this block walks all parts
+  __host__ __device__ int steps() const { return (k + kDepth - 1) / kDepth; }
+  __host__ __device__ int part_count() const { return (steps() + kPartSteps - 1) / kPartSteps; }
+};
+
+// The first and last step of this block.
+struct Range {
+  int first, last;
+};
+__device__ __forceinline__ Range steps_of(const Thin& p) {
+  if (!p.parts) return {0, p.steps()};
+  const int first = blockIdx.z * kPartSteps;
+  return {first, min(first + kPartSteps, p.steps())};
+}
+
+__device__ __forceinline__ void store(const Thin& p, const float (&total)[64], int row, int column) {
+  float* to_f32 = p.parts ? p.parts + static_cast<size_t>(blockIdx.z) * p.rows * p.n : p.out_f32;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (row + 8 * half >= p.rows) break;
+    const size_t at = static_cast<size_t>(row + 8 * half) * p.n + column;
+#pragma unroll
+    for (int i = 0; i < kTile / 8; ++i) {
+      if (column + 8 * i >= p.n) break;
+      const float a = total[4 * i + 2 * half], b = total[4 * i + 2 * half + 1];
+      if (to_f32)
+        *reinterpret_cast<float2*>(to_f32 + at + 8 * i) = make_float2(a, b);
+      else
+        *reinterpret_cast<uint32_t*>(p.out_bf16 + at + 8 * i) = pack_bf16(a, b);
+    }
+  }
+}
+
+__device__ __forceinline__ void consume(uint32_t start, const Thin& p, Range range, int owner, int thread) {
+  const int lane = thread % 32, first_row = blockIdx.y * kTile + owner * 64;
+  float total[64] = {}, partial[64];
+  for (int step = range.first; step < range.last; ++step) {
+    const uint32_t count = step - range.first, slot = count % kStages, at = start + slot * kStageBytes;
+    barrier_wait(start + kBarrierStart + 8 * slot, count / kStages & 1);
+    const uint64_t a = tile_descriptor(at + owner * kPanelBytes), b = tile_descriptor(at + kOperandBytes);
+    const bool begins = step % kPartSteps == 0;
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kDepth / 16; ++i)
+      wgmma<kColumnsContracted, kColumnsContracted>(partial, a + 2 * i, b + 2 * i, !begins || i > 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(partial);
+    barrier_arrive_if(lane == 0, start + kBarrierStart + 8 * (kStages + slot));
+    if (step % kPartSteps == kPartSteps - 1 || step + 1 == range.last) {
+#pragma unroll
+      for (int i = 0; i < 64; ++i) total[i] = __fadd_rn(total[i], partial[i]);
+    }
+  }
+  store(p, total, first_row + thread / 32 * 16 + lane / 4, blockIdx.x * kTile + 2 * (lane % 4));
+}
+
+// Grid: (tiles of n, tiles of rows, parts or 1).
+__global__ void __launch_bounds__(kThreads, 1)
+    thin_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap w, const Thin p) {
+  extern __shared__ __align__(1024) uint8_t shared[];
+  const uint32_t start = uniform(shared_address(shared));
+  const int group = uniform(threadIdx.x / 128);
+  if (threadIdx.x == 0) {
+    prefetch_map(&x), prefetch_map(&w);
+    for (int i = 0; i < kStages; ++i)
+      barrier_init(start + kBarrierStart + 8 * i, 1), barrier_init(start + kBarrierStart + 8 * (kStages + i), 8);
+    barrier_init_fence();
+  }
+  __syncthreads();
+  const Range range = steps_of(p);
+  if (group == 0) {
+    give_registers<40>();
+    if (threadIdx.x == 0)
+      for (int step = range.first; step < range.last; ++step) {
+        const uint32_t count = step - range.first, slot = count % kStages, full = start + kBarrierStart + 8 * slot;
+        const uint32_t at = start + slot * kStageBytes;
+        barrier_wait(full + 8 * kStages, (count / kStages & 1) ^ 1);
+        barrier_arrive_expect(full, kStageBytes);
+        copy_tensor_2d(at, &x, step * kDepth, blockIdx.y * kTile, full);
+        copy_tensor_2d(at + kOperandBytes, &w, step * kDepth, blockIdx.x * kTile, full);
+      }
+  } else {
+    take_registers<232>();
+    consume(start, p, range, group - 1, threadIdx.x % 128);
+  }
+}
+
+__global__ void __launch_bounds__(256) add_parts_kernel(const Thin p, const float* parts) {
+  const size_t count = static_cast<size_t>(p.rows) * p.n, i = blockIdx.x * size_t{256} + threadIdx.x;
+  if (i >= count) return;
+  float total = 0;
+  for (int part = 0; part < p.part_count(); ++part) total = __fadd_rn(total, parts[part * count + i]);
+  if (p.out_f32)
+    p.out_f32[i] = total;
+  else
+    p.out_bf16[i] = __bfloat16_as_ushort(__float2bfloat16_rn(total));
+}
+
+int tiles(int count) { return (count + kTile - 1) / kTile; }
+// Whether parts of K become blocks of their own: speed only.
+bool by_parts(const Thin& p) { return p.part_count() > 1 && tiles(p.rows) * tiles(p.n) * 2 <= multiprocessors(); }
+
+void check(const char* where, const uint16_t* x, int rows, int n, int k, const void* w) {
+  require(rows > 0, where,
+          "rows = " + std::to_string(rows) + " must be positive (skip the product when there are none)");
+  require(n > 0 && n % 8 == 0 && k > 0 && k % 8 == 0, where,
+          "n = " + std::to_string(n) + " and k = " + std::to_string(k) + " must be positive multiples of 8");
+  require(aligned(x, 16) && aligned(w, 16), where, "rows and weight must be aligned to 16 bytes");
+}
+
+void run(const uint16_t* x, const Weight& w, Thin p, void* workspace, cudaStream_t stream) {
+  check("row_linear: linear", x, p.rows, w.n, w.k, w.data);
+  const void* out = p.out_f32 ? static_cast<const void*>(p.out_f32) : p.out_bf16;
+  require(aligned(out, 16), "row_linear: linear", "the output must be aligned to 16 bytes");
+  if (w.n > kThinOutputs) {
+    const wide_product::Shape shape{p.rows, w.n, w.k};
+    if (p.out_f32)
+      wide_product::launch<kColumnsContracted, kColumnsContracted>(x, w.data, shape,
+                                                                   wide_product::StoreFloats{p.out_f32, false}, stream);
+    else
+      wide_product::launch<kColumnsContracted, kColumnsContracted>(x, w.data, shape,
+                                                                   wide_product::StoreBf16{p.out_bf16}, stream);
+    return;
+  }
+  const bool split = by_parts(p);
+  require(!split || aligned(workspace, 16), "row_linear: linear", "few rows need a workspace, see workspace_bytes");
+  if (split) p.parts = static_cast<float*>(workspace);
+  launch_with_shared(thin_kernel, dim3(tiles(w.n), tiles(p.rows), split ? p.part_count() : 1), kThreads, kSharedBytes,
+                     stream, wide_product::bf16_map(x, p.rows, w.k, kTile),
+                     wide_product::bf16_map(w.data, w.n, w.k, kTile), p);
+  if (split) {
+    const size_t count = static_cast<size_t>(p.rows) * p.n;
+    add_parts_kernel<<<static_cast<unsigned>((count + 255) / 256), 256, 0, stream>>>(p, p.parts);
+    check_cuda(cudaGetLastError(), "row_linear: adding the parts");
+  }
+}
+
+}  // namespace
+
+size_t workspace_bytes(int rows, const Weight& w) {
+  const Thin p{rows, w.n, w.k, nullptr, nullptr, nullptr};
+  return w.n <= kThinOutputs && by_parts(p) ? static_cast<size_t>(p.part_count()) * rows * w.n * sizeof(float) : 0;
+}
+
+void linear(const uint16_t* x, int rows, const Weight& w, float* out, void* workspace, cudaStream_t stream) {
+  run(x, w, {rows, w.n, w.k, out, nullptr, nullptr}, workspace, stream);
+}
+
+void linear_bf16(const uint16_t* x, int rows, const Weight& w, uint16_t* out, void* workspace, cudaStream_t stream) {
+  run(x, w, {rows, w.n, w.k, nullptr, out, nullptr}, workspace, stream);
+}
+
+void linear_backward_input(const uint16_t* dy, int rows, const Weight& w, float* dx, cudaStream_t stream) {
+  check("row_linear: linear_backward_input", dy, rows, w.n, w.k, w.data);
+  wide_product::launch<kColumnsContracted, kRowsContracted>(dy, w.data, {rows, w.k, w.n},
+                                                            wide_product::StoreFloats{dx, false}, stream);
+}
+
+void linear_backward_weight(const uint16_t* dy, const uint16_t* x, int rows, int n, int k, float* dw,
+                            cudaStream_t stream) {
+  check("row_linear: linear_backward_weight", x, rows, n, k, dy);
+  wide_product::launch<kRowsContracted, kRowsContracted>(dy, x, {n, k, rows}, wide_product::StoreFloats{dw, true},
+                                                         stream);
+}
+
+}  // namespace plumb::kernels::row_linear

@@ -1,0 +1,144 @@
+// Products with bf16 and FP32 weights against FP64. Tests named Small* also run under compute-sanitizer.
+//
+// Bound of the errors: the products are exact; a tensor core adds 16 of them to the accumulator and truncates below the
+// 24th bit of the largest addend, so k / 16 steps lose at most k / 16 * 2^-23 of the sum of magnitudes; the FP32
+// additions of the parts add eight roundings.
+#include "kernels/row_linear/row_linear.h"
+
+#include <gtest/gtest.h>
+
+#include "device_data.cuh"
+
+namespace plumb::kernels::row_linear {
+namespace {
+
+double bound(int k) { return (k / 16 + 10) * std::ldexp(1.0, -23); }
+
+struct Case {
+  int rows, n, k;
+};
+
+std::vector<float> run_linear(const uint16_t* x, int rows, const Weight& w) {
+  Buffer<float> out(static_cast<size_t>(rows) * w.n);
+  Buffer<float> workspace(workspace_bytes(rows, w) / sizeof(float));
+  linear(x, rows, w, out.get(), workspace.get(), nullptr);
+  return out.host();
+}
+
+void check_linear(const Case& c) {
+  const Buffer<uint16_t> x(random_rows(c.rows, c.k, 1)), data(random_bf16(static_cast<size_t>(c.n) * c.k, 0.02f, 2));
+  const Weight w{data.get(), c.n, c.k};
+  const auto result = run_linear(x.get(), c.rows, w);
+  const Reference expected =
+      reference_product<uint16_t, uint16_t>({x.get(), c.k, 1}, {data.get(), c.k, 1}, c.rows, c.n, c.k);
+  EXPECT_LE(worst_error(result, expected), bound(c.k)) << c.rows << " x " << c.n << " x " << c.k;
+
+  Buffer<uint16_t> rounded(result.size());
+  Buffer<float> workspace(workspace_bytes(c.rows, w) / sizeof(float));
+  linear_bf16(x.get(), c.rows, w, rounded.get(), workspace.get(), nullptr);
+  std::vector<uint16_t> expected_bits(result.size());
+  std::transform(result.begin(), result.end(), expected_bits.begin(), float_to_bf16);
+  EXPECT_EQ(differences(rounded.host(), expected_bits), 0u) << c.rows << " x " << c.n << " x " << c.k;
+}
+TEST(RowLinear, SmallAgainstDoublePrecision) {
+  for (const Case c : {Case{1, 8, 8}, {3, 64, 1024}, {130, 256, 520}, {257, 1032, 136}}) check_linear(c);
+}
+TEST(RowLinear, AgainstDoublePrecision) {
+  for (const Case c : {Case{1, 256, 4096}, {700, 64, 4096}, {2000, 1024, 4096}, {1000, 4104, 4096}, {9, 2048, 7168}})
+    check_linear(c);
+}
+
+// The first r of 20,000 rows give the same bits as all of them, for r around every tile edge and every way to spread
+// the work; so do rows that lie elsewhere.
+TEST(RowLinear, RowCountDoesNotMatter) {
+  const int most = 20000;
+  for (const auto& [n, k] : {std::pair{256, 1544}, {64, 2048}, {1280, 264}}) {
+    const Buffer<uint16_t> x(random_rows(most, k, 3)), data(random_bf16(static_cast<size_t>(n) * k, 0.02f, 4));
+    const Weight w{data.get(), n, k};
+    const auto all = run_linear(x.get(), most, w);
+    for (const int rows : {1, 2, 7, 8, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1000, 4095, 8448, 8449, 19999}) {
+      const auto result = run_linear(x.get(), rows, w);
+      ASSERT_TRUE(std::equal(result.begin(), result.end(), all.begin())) << rows << " rows, n = " << n;
+      const int first = most - rows;
+      const auto moved = run_linear(x.get() + static_cast<size_t>(first) * k, rows, w);
+      ASSERT_TRUE(std::equal(moved.begin(), moved.end(), all.begin() + static_cast<size_t>(first) * n)) << rows;
+    }
+    for (int i = 0; i < 20; ++i) ASSERT_EQ(differences(run_linear(x.get(), most, w), all), 0u) << "repeat " << i;
+  }
+}
+
+TEST(RowLinear, SmallGradientsAgainstDoublePrecision) {
+  for (const Case c : {Case{5, 72, 40}, {300, 264, 520}, {1, 1024, 256}}) {
+    const Buffer<uint16_t> x(random_bf16(c.rows * c.k, 1, 5)), dy(random_bf16(c.rows * c.n, 0.1f, 6));
+    const Buffer<uint16_t> data(random_bf16(c.n * c.k, 0.02f, 7));
+    Buffer<float> dx(c.rows * c.k), dw(std::vector<float>(c.n * c.k, 0.5f));
+    linear_backward_input(dy.get(), c.rows, {data.get(), c.n, c.k}, dx.get(), nullptr);
+    const auto to_x = reference_product<uint16_t, uint16_t>({dy.get(), c.n, 1}, {data.get(), 1, c.k}, c.rows, c.k, c.n);
+    EXPECT_LE(worst_error(dx.host(), to_x), bound(c.n)) << c.rows;
+    linear_backward_weight(dy.get(), x.get(), c.rows, c.n, c.k, dw.get(), nullptr);
+    auto to_w = reference_product<uint16_t, uint16_t>({dy.get(), 1, c.n}, {x.get(), 1, c.k}, c.n, c.k, c.rows);
+    for (auto& v : to_w.sum) v += 0.5;
+    for (auto& v : to_w.magnitude) v += 0.5;
+    EXPECT_LE(worst_error(dw.host(), to_w), bound(c.rows)) << c.rows;
+  }
+}
+
+std::vector<float> run_few(const uint16_t* x, const int* source, const int* first, int rows, const SplitWeight& w) {
+  Buffer<float> out(static_cast<size_t>(rows) * w.n);
+  few_outputs(x, source, first, rows, w, out.get(), nullptr);
+  return out.host();
+}
+
+// FP32 weights: the split keeps all 24 bits.
+TEST(FewOutputs, SmallAgainstDoublePrecision) {
+  for (const Case c : {Case{1, 24, 1024}, {33, 8, 96}, {100, 1, 32}, {70, 32, 4096}, {40, 13, 544}}) {
+    const Buffer<uint16_t> x(random_rows(c.rows, c.k, 8));
+    const Buffer<float> weight(random_floats(c.n * c.k, 0.02f, 9));
+    Buffer<uint16_t> planes(split_bytes(1, c.n, c.k) / 2);
+    split_weight(weight.get(), 1, c.n, c.k, 1.0f, planes.get(), nullptr);
+    const auto result = run_few(x.get(), nullptr, nullptr, c.rows, {planes.get(), 1, c.n, c.k});
+    const auto expected =
+        reference_product<uint16_t, float>({x.get(), c.k, 1}, {weight.get(), c.k, 1}, c.rows, c.n, c.k);
+    EXPECT_LE(worst_error(result, expected), bound(3 * c.k)) << c.rows << " x " << c.n << " x " << c.k;
+  }
+}
+
+// Groups of rows with gathered sources give the bits that each row has alone with its group's weight.
+TEST(FewOutputs, SmallGroupsAndSources) {
+  const int groups = 7, n = 8, k = 256, tokens = 50;
+  const std::vector<int> first = {0, 0, 1, 34, 34, 97, 100, 132};
+  const int rows = 140;  // the last eight belong to nobody
+  std::vector<int> source(rows);
+  for (int r = 0; r < rows; ++r) source[r] = (r * 37 + 5) % tokens;
+  const Buffer<uint16_t> x(random_rows(tokens, k, 10));
+  const Buffer<float> weight(random_floats(groups * n * k, 0.02f, 11));
+  const Buffer<int> first_device(first), source_device(source);
+  Buffer<uint16_t> planes(split_bytes(groups, n, k) / 2);
+  split_weight(weight.get(), groups, n, k, 0.5f, planes.get(), nullptr);
+  const auto result = run_few(x.get(), source_device.get(), first_device.get(), rows, {planes.get(), groups, n, k});
+  for (int g = 0; g < groups; ++g)
+    for (int r = first[g]; r < first[g + 1]; ++r) {
+      const SplitWeight own{planes.get() + g * split_bytes(1, n, k) / 2, 1, n, k};
+      const auto alone = run_few(x.get() + source[r] * k, nullptr, nullptr, 1, own);
+      ASSERT_TRUE(std::equal(alone.begin(), alone.end(), result.begin() + r * n)) << "row " << r;
+    }
+  for (int i = 132 * n; i < rows * n; ++i) ASSERT_TRUE(std::isnan(result[i])) << "a row of nobody was written";
+}
+
+TEST(FewOutputs, RowCountDoesNotMatter) {
+  const int most = 20000, n = 24, k = 1024;
+  const Buffer<uint16_t> x(random_rows(most, k, 12));
+  const Buffer<float> weight(random_floats(n * k, 0.02f, 13));
+  Buffer<uint16_t> planes(split_bytes(1, n, k) / 2);
+  split_weight(weight.get(), 1, n, k, 1.0f, planes.get(), nullptr);
+  const SplitWeight w{planes.get(), 1, n, k};
+  const auto all = run_few(x.get(), nullptr, nullptr, most, w);
+  for (const int rows : {1, 2, 15, 16, 17, 31, 32, 33, 1000, 19999}) {
+    const int start = most - rows;
+    const auto moved = run_few(x.get() + static_cast<size_t>(start) * k, nullptr, nullptr, rows, w);
+    ASSERT_TRUE(std::equal(moved.begin(), moved.end(), all.begin() + static_cast<size_t>(start) * n)) << rows;
+  }
+}
+
+}  // namespace
+}  // namespace plumb::kernels::row_linear
