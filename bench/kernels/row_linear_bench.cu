@@ -42,6 +42,22 @@ void few_runs(Report& report, const char* name, int n, int k) {
                 }));
 }
 
+void mapping_runs(Report& report) {
+  constexpr int kOutputs = 24, kInputs = 16384;
+  const Array<uint16_t> x(size_t{kRows} * kInputs, 1, 8), planes(split_bytes(1, kOutputs, kInputs) / 2);
+  const Array<float> weight(size_t{kOutputs} * kInputs, 0.02f, 9), out(size_t{kRows} * kOutputs);
+  split_weight(weight.get(), 1, kOutputs, kInputs, 1, planes.get(), nullptr);
+  const SplitWeight w{planes.get(), 1, kOutputs, kInputs};
+  const Array<float> workspace(std::max(split_workspace_bytes(kRows, w), split_workspace_bytes(256, w)) / 4);
+  report.bytes("mHC mapping FP32 [24, 16384], 16384 rows", 2.0 * kRows * kInputs,
+               median_ms(9, [&] { linear_split(x.get(), kRows, w, out.get(), workspace.get(), nullptr); }));
+  for (const int rows : {1, 256})
+    report.time("mHC mapping, decoding " + std::to_string(rows) + " rows",
+                graph_ms(20, [&](int i, cudaStream_t stream) {
+                  linear_split(x.get() + size_t(i) * 256 * kInputs, rows, w, out.get(), workspace.get(), stream);
+                }));
+}
+
 void router_runs(Report& report) {
   const router::Sizes sizes{kRows, 256, 6};
   const Array<float> logits(size_t{kRows} * 256, 1, 5), bias(256, 0.1f, 6), weight(kRows * 6), d_logit(kRows * 6),
@@ -69,7 +85,7 @@ int main(int argc, char** argv) {
   Report report("row_linear");
   thin_runs(report, "router gate", 256), thin_runs(report, "indexer weights", 64);
   thin_runs(report, "compressor", 1024), thin_runs(report, "wide product", 4096);
-  few_runs(report, "mHC mapping", 24, 16384), few_runs(report, "into a LoRA rank", 8, kWidth);
+  mapping_runs(report), few_runs(report, "into a LoRA rank", 8, kWidth);
   few_runs(report, "into four LoRA ranks", 32, kWidth);
   router_runs(report);
   report.write(argc, argv);

@@ -23,8 +23,7 @@ struct Matrices {
   }
   // Row of the checkpoint's [n, k] (gates, then ups) that lies at a row of the records.
   int source_row(int row) const {
-    if (!gate_up) return row;
-    return row / 128 % 2 * (n / 2) + row / 256 * 128 + hidden_of_row(row % 128);
+    return gate_up ? row / 128 % 2 * (n / 2) + row / 256 * 128 + hidden_of_row(row % 128) : row;
   }
 };
 

@@ -8,6 +8,7 @@
 #include <gtest/gtest.h>
 
 #include "device_data.cuh"
+#include "kernels/grouped_linear/weight_format.h"
 
 namespace plumb::kernels::row_linear {
 namespace {
@@ -101,6 +102,59 @@ TEST(FewOutputs, SmallAgainstDoublePrecision) {
         reference_product<uint16_t, float>({x.get(), c.k, 1}, {weight.get(), c.k, 1}, c.rows, c.n, c.k);
     EXPECT_LE(worst_error(result, expected), bound(3 * c.k)) << c.rows << " x " << c.n << " x " << c.k;
   }
+}
+
+std::vector<float> run_split(const uint16_t* x, int rows, const SplitWeight& w) {
+  Buffer<float> out(static_cast<size_t>(rows) * w.n), workspace(split_workspace_bytes(rows, w) / 4);
+  linear_split(x, rows, w, out.get(), workspace.get(), nullptr);
+  return out.host();
+}
+
+// The same numbers through tiles (the mHC mapping), for any number of rows.
+TEST(SplitWeight, SmallAgainstDoublePrecision) {
+  for (const Case c : {Case{1, 24, 1024}, {150, 5, 96}}) {
+    const Buffer<uint16_t> x(random_rows(c.rows, c.k, 14));
+    const Buffer<float> weight(random_floats(c.n * c.k, 0.02f, 15));
+    Buffer<uint16_t> planes(split_bytes(1, c.n, c.k) / 2);
+    split_weight(weight.get(), 1, c.n, c.k, 1.0f, planes.get(), nullptr);
+    const auto result = run_split(x.get(), c.rows, {planes.get(), 1, c.n, c.k});
+    const auto expected =
+        reference_product<uint16_t, float>({x.get(), c.k, 1}, {weight.get(), c.k, 1}, c.rows, c.n, c.k);
+    EXPECT_LE(worst_error(result, expected), bound(c.k)) << c.rows << " x " << c.n << " x " << c.k;
+  }
+}
+TEST(SplitWeight, RowCountDoesNotMatter) {
+  const int most = 20000, n = 24, k = 4096;
+  const Buffer<uint16_t> x(random_bf16(static_cast<size_t>(most) * k, 1, 16));
+  const Buffer<float> weight(random_floats(n * k, 0.02f, 17));
+  Buffer<uint16_t> planes(split_bytes(1, n, k) / 2);
+  split_weight(weight.get(), 1, n, k, 1.0f, planes.get(), nullptr);
+  const SplitWeight w{planes.get(), 1, n, k};
+  const auto all = run_split(x.get(), most, w);
+  for (const int rows : {1, 2, 127, 128, 129, 3000, 8448, 8449, 19999}) {
+    const auto moved = run_split(x.get() + static_cast<size_t>(most - rows) * k, rows, w);
+    ASSERT_TRUE(std::equal(moved.begin(), moved.end(), all.begin() + static_cast<size_t>(most - rows) * n)) << rows;
+  }
+}
+
+// Transposed sources and the order of gate and up: the same weight, the same planes.
+TEST(SplitWeight, SmallSources) {
+  const int n = 5, k = 512;
+  const auto weight = random_floats(n * k, 1, 18);  // [n, k], natural
+  std::vector<float> transposed(n * k), permuted(n * k);
+  for (int j = 0; j < n; ++j)
+    for (int l = 0; l < k; ++l) {
+      transposed[l * n + j] = weight[j * k + l];
+      permuted[j * k + l] = weight[j * k + grouped_linear::natural_row(l, k)];
+    }
+  const auto split = [&](const std::vector<float>& from, const Source& source) {
+    const Buffer<float> device(from);
+    Buffer<uint16_t> planes(split_bytes(1, n, k) / 2);
+    split_weight(device.get(), 1, n, k, 1, planes.get(), nullptr, source);
+    return planes.host();
+  };
+  EXPECT_EQ(differences(split(transposed, {true, false}), split(weight, {})), 0u);
+  EXPECT_EQ(differences(split(transposed, {true, true}), split(permuted, {})), 0u);
 }
 
 // Groups of rows with gathered sources give the bits that each row has alone with its group's weight.

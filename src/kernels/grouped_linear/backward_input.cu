@@ -21,7 +21,7 @@ namespace {
 
 constexpr int kStages = kQueueSlots;  // of dy and of widened weights
 constexpr int kPanelBytes = 64 * 128;
-constexpr int kWidenRegisters = 72, kProductRegisters = 184;  // (2 * 72 + 2 * 184) * 128 = 64 K
+constexpr int kWidenRegisters = 56, kProductRegisters = 200;  // (2 * 56 + 2 * 200) * 128 = 64 K
 
 template <WeightFormat kFormat>
 struct Memory {
@@ -145,6 +145,8 @@ __device__ __forceinline__ void convert(const M& m, const Problem& p, int conver
     const int block = (step - first_unit / 4) / 2;  // of 128 rows of W
     raw.base =
         __ldg(p.bases + (static_cast<size_t>(tile.group) * (p.n / kBlock) + block) * p.block_stride + tile.weight_tile);
+    // A converter passes over a slab now and then: the slot's previous use must have been read by all (see wide.cu).
+    barrier_wait(m.codes_empty(slot), ring_parity<M::kCodeStages>(step) ^ 1);
     barrier_wait(m.codes_full(slot), ring_parity<M::kCodeStages>(step));
     if constexpr (M::kPacked) {
       const RawSlab slab = load_slab(at + (strip * 32 + lane) * 16, at + kSlabCodeBytes + (strip * 32 + lane) * 2);
@@ -215,6 +217,8 @@ template <int kSlabs, typename M>
 __device__ __forceinline__ void multiply_tile(const M& m, float (&total)[2][64], uint32_t& step, int steps, int owner,
                                               bool speaker) {
   const auto release = [&](uint32_t at) { barrier_arrive_if(speaker, m.stage_empty(ring_slot<kStages>(at))); };
+#pragma unroll
+  for (int i = 0; i < 64; ++i) total[0][i] = total[1][i] = 0.0f;
   for (const uint32_t first = step, end = step + steps; step != end; ++step) {
     const uint32_t slot = ring_slot<kStages>(step);
     barrier_wait(m.weights_full(slot), ring_parity<kStages>(step));
@@ -231,7 +235,7 @@ __device__ __forceinline__ void multiply_tile(const M& m, float (&total)[2][64],
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           wgmma<kColumnsContracted, kRowsContracted>(total[slab], rows + slab * (2 * kPanelBytes / 16) + i * 2,
-                                                     weights + i * 128, step != first || i > 0);
+                                                     weights + i * 128, true);
       wgmma_commit();
       wgmma_wait<1>();
       if (step != first) release(step - 1);
@@ -245,7 +249,7 @@ __device__ __forceinline__ void multiply_tile(const M& m, float (&total)[2][64],
   }
 }
 
-template <typename M>
+template <bool kLowRank, typename M>
 __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner, int thread) {
   const Place place{owner, uniform(thread / 32), thread % 32};
   const bool speaker = place.lane == 0;
@@ -261,13 +265,19 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
       multiply_tile<1>(m, total, step, steps_of(p), owner, speaker);
     else
       multiply_tile<0>(m, total, step, steps_of(p), owner, speaker);
-    if (slabs > 0) write_bf16(m, total, queue_read(m, item), place, p.out, p.k_blocks * kBlock);
+    if (slabs > 0) {
+      const Tile tile = queue_read(m, item);
+      const int width = p.k_blocks * kBlock;
+      if constexpr (kLowRank)
+        add_low_rank(total, slabs, p.low_rank, {tile.group, width, tile.weight_tile * kBlock}, tile, place);
+      write_bf16(m, total, tile, place, p.out, width);
+    }
     __syncwarp();
     queue_release(m, item, speaker);
   }
 }
 
-template <WeightFormat kFormat>
+template <WeightFormat kFormat, bool kLowRank>
 __global__ void __launch_bounds__(kWideThreads, 1)
     backward_input_kernel(const __grid_constant__ CUtensorMap dy, const Problem p) {
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -287,7 +297,7 @@ __global__ void __launch_bounds__(kWideThreads, 1)
       convert(m, p, role - 2, threadIdx.x % 32);
   } else {
     take_registers<kProductRegisters>();
-    consume(m, p, group - 2, threadIdx.x % 128);
+    consume<kLowRank>(m, p, group - 2, threadIdx.x % 128);
   }
 }
 
@@ -297,12 +307,16 @@ void launch_backward_input(WeightFormat format, int64_t tiles, int multiprocesso
                            const Problem& p, cudaStream_t stream) {
   check_cuda(cudaMemsetAsync(p.queue, 0, sizeof(int), stream), "grouped_linear: clearing the tile queue");
   const int blocks = static_cast<int>(std::min<int64_t>(multiprocessors, tiles));
+  const auto run = [&](auto kernel, int bytes) {
+    launch_with_shared(kernel, blocks, kWideThreads, bytes, stream, dy, p);
+  };
+  const bool low_rank = p.low_rank.rank > 0;
   if (format == WeightFormat::fp4)
-    launch_with_shared(backward_input_kernel<WeightFormat::fp4>, blocks, kWideThreads,
-                       Memory<WeightFormat::fp4>::kBytes, stream, dy, p);
+    run(low_rank ? backward_input_kernel<WeightFormat::fp4, true> : backward_input_kernel<WeightFormat::fp4, false>,
+        Memory<WeightFormat::fp4>::kBytes);
   else
-    launch_with_shared(backward_input_kernel<WeightFormat::fp8>, blocks, kWideThreads,
-                       Memory<WeightFormat::fp8>::kBytes, stream, dy, p);
+    run(low_rank ? backward_input_kernel<WeightFormat::fp8, true> : backward_input_kernel<WeightFormat::fp8, false>,
+        Memory<WeightFormat::fp8>::kBytes);
 }
 
 }  // namespace plumb::kernels::grouped_linear

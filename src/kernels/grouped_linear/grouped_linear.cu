@@ -45,6 +45,12 @@ void check_sizes(int groups, int rows, int n, int width) {
           "width = " + std::to_string(width) + " is none of 8, 16, 64, 256: use best_width");
 }
 
+void check_low_rank(const lora::LowRank& l) {
+  require(l.rank >= 0 && l.rank % 4 == 0 && l.t_stride % 4 == 0 && l.t_stride >= l.rank,
+          "a low rank of " + std::to_string(l.rank) + " must be a multiple of 4, its rows at least as long");
+  require(l.rank == 0 || (aligned(l.t, 16) && l.factor), "low-rank rows must be aligned to 16 bytes, factors be given");
+}
+
 void check_product(const Weights& w, const Activations& a, const Plan& plan) {
   check_sizes(plan.groups, plan.rows, plan.n, plan.width);
   require(w.k > 0 && w.k % kBlock == 0,
@@ -97,6 +103,7 @@ __global__ void __launch_bounds__(256) plan_kernel(const int* first_row, int wid
 
 void launch_product(const Weights& w, const Activations& a, const Plan& plan, Epilogue epilogue, Problem p,
                     cudaStream_t stream) {
+  check_low_rank(p.low_rank);
   const Workspace space = workspace_of(plan);
   p.records = w.records, p.bases = w.bases, p.token_scales = a.scales;
   const bool wide = plan.width == kWideRows, blocks_of_128 = wide && epilogue == Epilogue::bf16;
@@ -138,25 +145,28 @@ void make_plan(const int* first_row, const Plan& plan, cudaStream_t stream) {
 }
 
 void linear(const Weights& weights, const Activations& activations, const Plan& plan, uint16_t* out,
-            cudaStream_t stream) {
+            cudaStream_t stream, const lora::LowRank& low_rank) {
   check_product(weights, activations, plan);
   require(aligned(out, 16), "out must be aligned to 16 bytes");
   Problem p{};
-  p.out = out;
+  p.out = out, p.low_rank = low_rank;
   launch_product(weights, activations, plan, Epilogue::bf16, p, stream);
 }
 
 void linear_swiglu(const Weights& weights, const Activations& activations, const Plan& plan, const float* route_weight,
-                   float limit, uint8_t* hidden, float* hidden_scales, cudaStream_t stream) {
+                   float limit, uint8_t* hidden, float* hidden_scales, cudaStream_t stream,
+                   const lora::LowRank& low_rank) {
   check_product(weights, activations, plan);
   require(aligned(hidden, 16) && hidden_scales, "hidden must be aligned to 16 bytes and hidden_scales be given");
   Problem p{};
   p.hidden = hidden, p.hidden_scales = hidden_scales, p.route_weight = route_weight;
+  p.low_rank = low_rank;
   p.limit = limit > 0 ? limit : std::numeric_limits<float>::infinity();
   launch_product(weights, activations, plan, Epilogue::swiglu, p, stream);
 }
 
-void linear_backward_input(const Weights& w, const uint16_t* dy, const Plan& plan, uint16_t* dx, cudaStream_t stream) {
+void linear_backward_input(const Weights& w, const uint16_t* dy, const Plan& plan, uint16_t* dx, cudaStream_t stream,
+                           const lora::LowRank& low_rank) {
   check_sizes(plan.groups, plan.rows, plan.n, plan.width);
   require(w.groups == plan.groups && w.k == plan.n && plan.width == kWideRows,
           "the plan of an input gradient has the weight's groups (" + std::to_string(w.groups) +
@@ -164,12 +174,13 @@ void linear_backward_input(const Weights& w, const uint16_t* dy, const Plan& pla
   require(w.n > 0 && w.n % kRecordRows == 0, "n = " + std::to_string(w.n) + " is no multiple of 256");
   require(aligned(w.records, 128) && aligned(dy, 16) && aligned(dx, 16) && aligned(plan.workspace, 256),
           "records must be aligned to 128 bytes, dy and dx to 16, the plan's workspace to 256");
+  check_low_rank(low_rank);
   const Workspace space = workspace_of(plan);
   Problem p{};
   p.records = w.records, p.bases = w.bases;
   p.tiles = space.block_tiles, p.tile_count = space.counters + 1, p.queue = space.counters + 2;
   p.n = w.n, p.k_blocks = w.k / kBlock, p.block_stride = block_stride(w.k);
-  p.out = dx;
+  p.out = dx, p.low_rank = low_rank;
   const CUtensorMap map = hopper::matrix_map(dy, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, plan.rows, w.n, kWideTokenBox, 64,
                                              CU_TENSOR_MAP_SWIZZLE_128B);
   launch_backward_input(w.format, 2 * tile_capacity(plan.groups, plan.rows, plan.n, plan.width), multiprocessors(), map,

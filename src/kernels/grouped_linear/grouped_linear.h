@@ -21,6 +21,7 @@
 #include <cstdint>
 
 #include "kernels/grouped_linear/weight_format.h"
+#include "kernels/lora/lora.h"
 
 namespace plumb::kernels::grouped_linear {
 
@@ -56,14 +57,16 @@ void make_plan(const int* first_row, const Plan& plan, cudaStream_t stream);
 // out[row, n] = bf16(sum over k of activation * weight of the row's group). out: device, [rows, n] of bf16 bits. For
 // weights packed as gate and up, columns are in record order: 128 gates, then the 128 ups of the same hidden units, and
 // so on.
+// low_rank: added in FP32 before the rounding (lora.h).
 void linear(const Weights& weights, const Activations& activations, const Plan& plan, uint16_t* out,
-            cudaStream_t stream);
+            cudaStream_t stream, const lora::LowRank& low_rank = {});
 
 // Weights packed as gate and up (n = 2 * hidden): g and u = bf16(product); g = min(g, limit), u = clamp(u, -limit,
 // limit), h = bf16(g / (1 + exp(-g)) * u * route_weight[row]), quantised as quantise_rows does. limit <= 0: no clamp.
 // route_weight: device, [rows], or null for 1. hidden: [rows, n/2] e4m3; hidden_scales: [rows, block_stride(n/2)].
 void linear_swiglu(const Weights& weights, const Activations& activations, const Plan& plan, const float* route_weight,
-                   float limit, uint8_t* hidden, float* hidden_scales, cudaStream_t stream);
+                   float limit, uint8_t* hidden, float* hidden_scales, cudaStream_t stream,
+                   const lora::LowRank& low_rank = {});
 
 // The epilogue of linear_swiglu as a kernel of its own, for passes that need g and u: gate_up [rows, n] as `linear`
 // writes it. Same bits.
@@ -80,8 +83,9 @@ void quantise_rows(const uint16_t* x, const int* source_row, int rows, int k, ui
 // dx[row, k] = bf16(sum over n = 0 .. N - 1, in order, of dy[row, n] * weight[n, k]), one chain of FP32 accumulators:
 // weights are widened to bf16 inside the kernel (exact: four significant bits, powers of two). dy: bf16 bits [rows, N],
 // columns in record order, aligned to 16; dx: [rows, K]. plan: made with n = K, a multiple of 256, and width 256.
+// low_rank: U A is added before the rounding.
 void linear_backward_input(const Weights& weights, const uint16_t* dy, const Plan& plan, uint16_t* dx,
-                           cudaStream_t stream);
+                           cudaStream_t stream, const lora::LowRank& low_rank = {});
 
 // Through clamped SwiGLU and the route weight. d_hidden: bf16 [rows, n/2], in the natural order of hidden units (dx of
 // the down product); gate_up: [rows, n] as `linear` wrote it -> d_gate_up, the same shape and order; d_route [rows], or

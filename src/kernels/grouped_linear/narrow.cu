@@ -251,6 +251,9 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
         ++chunk;
       }
     }
+    if (p.low_rank.rank > 0)
+      lora::add_to_columns<kTokens>(total, p.low_rank, {tile.group, p.n, (tile.weight_tile * 2 + owner) * kBlock},
+                                    tile.first_row, tile.rows, thread / 32 * 16 + lane / 4, lane % 4);
 #pragma unroll
     for (int slab = 0; slab < 2; ++slab) stage_slab<kTokens>(m, total[slab], owner * 2 + slab, thread / 32, lane);
     group_barrier(1, kConsumers);

@@ -4,6 +4,7 @@
 
 #include "kernels/grouped_linear/weight_format.h"
 #include "kernels/hopper/shared_memory.cuh"
+#include "kernels/lora/low_rank.cuh"
 
 namespace plumb::kernels::grouped_linear {
 
@@ -29,6 +30,7 @@ struct Problem {
   float* hidden_scales;
   const float* route_weight;
   float limit;
+  lora::LowRank low_rank;
   uint4* stash;  // the wide kernel's gates on their way to the epilogue, kStashVectors a block
 };
 

@@ -63,6 +63,10 @@ PLUMB_HOST_DEVICE int k_of_place(int place) {
 // Row n = 8 j + 2 q + b of a gate or up block is the hidden unit at place 32 q + 2 j + b of the next product's K.
 PLUMB_HOST_DEVICE int place_of_row(int row) { return (row / 2 % 4) * 32 + (row / 8) * 2 + row % 2; }
 PLUMB_HOST_DEVICE int hidden_of_row(int row) { return k_of_place(place_of_row(row)); }
+// Row of [n, k] (n/2 gates, then n/2 ups) that lies at a row of the shared records.
+PLUMB_HOST_DEVICE int natural_row(int row, int n) {
+  return row / 128 % 2 * (n / 2) + row / 256 * 128 + hidden_of_row(row % 128);
+}
 
 // ---- FP4 codes -----------------------------------------------------------------------------------------------------
 // Eight codes (two times four neighbours in k, nibbles as on disk) in a word, arranged for two byte permutations: the

@@ -181,8 +181,11 @@ __device__ __forceinline__ void convert(const M& m, const Problem& p, int conver
       m.start + M::kWeightStart + kept((((lane / 8) & 1) * 8 + lane % 8) * 128 + (((lane / 16) ^ (lane % 8)) << 4));
   RawSlab raw[2];
   const auto fetch = [&](uint32_t unit) {  // a unit's codes to registers
-    const uint32_t step = unit / 4, at = ring_slot<kStages>(step) * M::kCodeBytes, strip = unit % 4;
-    barrier_wait(m.codes_full(ring_slot<kStages>(step)), ring_parity<kStages>(step));
+    const uint32_t step = unit / 4, slot = ring_slot<kStages>(step), at = slot * M::kCodeBytes, strip = unit % 4;
+    // A converter passes over a K block now and then. Codes may arrive out of order, so it must not take the slot's
+    // previous, still empty use for this one: the four strips of that use have been read first.
+    barrier_wait(m.codes_empty(slot), ring_parity<kStages>(step) ^ 1);
+    barrier_wait(m.codes_full(slot), ring_parity<kStages>(step));
     raw[0] = load_slab(codes_at + at + strip * 512, offsets_at + at + strip * 64);
     raw[1] = load_slab(codes_at + at + strip * 512 + kSlabCodeBytes, offsets_at + at + strip * 64 + kSlabOffsetBytes);
   };
@@ -273,7 +276,7 @@ __device__ __forceinline__ void write_hidden(const float (&total)[2][64], int sl
 }
 
 // ---- A consumer warpgroup ------------------------------------------------------------------------------------------
-template <Epilogue kEpilogue, typename M>
+template <Epilogue kEpilogue, bool kLowRank, typename M>
 __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner, int thread) {
   const int warp = uniform(thread / 32), lane = thread % 32;
   const Place place{owner, warp, lane};
@@ -338,7 +341,7 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
     const int slabs = (rows > owner * kSlabRows) + (rows > (owner + 2) * kSlabRows);
     for (int part = 0; part < M::kParts; ++part) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i) total[0][i] = total[1][i] = 0.0f;
+      for (int i = 0; i < 64; ++i) total[0][i] = total[1][i] = partial[i] = 0.0f;  // partial: dead in the epilogue
       if (slabs > 0) wait_for(step, scale_step, tokens);
       // The waits for the next K block and the releases of this one stand in the shadow of the last slab's products:
       // between the products of two slabs there is little more than the 64 additions. From issue to use, products must
@@ -378,6 +381,9 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
       }
 
       const Tile tile = queue_read(m, item);
+      if constexpr (kLowRank)
+        add_low_rank(total, slabs, p.low_rank, {tile.group, p.n, (tile.weight_tile * M::kParts + part) * kBlock}, tile,
+                     place);
       if constexpr (kEpilogue == Epilogue::bf16) {
         write_bf16(m, total, tile, place, p.out, p.n);
       } else {
@@ -393,7 +399,7 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
   }
 }
 
-template <WeightFormat kFormat, Epilogue kEpilogue>
+template <WeightFormat kFormat, Epilogue kEpilogue, bool kLowRank>
 __global__ void __launch_bounds__(kWideThreads, 1)
     wide_kernel(const __grid_constant__ CUtensorMap tokens, const __grid_constant__ CUtensorMap scales,
                 const Problem p) {
@@ -415,14 +421,15 @@ __global__ void __launch_bounds__(kWideThreads, 1)
       convert(m, p, role - 2, threadIdx.x % 32);
   } else {
     take_registers<kConsumerRegisters>();
-    consume<kEpilogue>(m, p, group - 2, threadIdx.x % 128);
+    consume<kEpilogue, kLowRank>(m, p, group - 2, threadIdx.x % 128);
   }
 }
 
 template <WeightFormat kFormat, Epilogue kEpilogue>
 void launch(int blocks, const CUtensorMap& tokens, const CUtensorMap& scales, const Problem& p, cudaStream_t stream) {
-  launch_with_shared(wide_kernel<kFormat, kEpilogue>, blocks, kWideThreads, Memory<kFormat, kEpilogue>::kBytes, stream,
-                     tokens, scales, p);
+  launch_with_shared(
+      p.low_rank.rank > 0 ? wide_kernel<kFormat, kEpilogue, true> : wide_kernel<kFormat, kEpilogue, false>, blocks,
+      kWideThreads, Memory<kFormat, kEpilogue>::kBytes, stream, tokens, scales, p);
 }
 
 }  // namespace

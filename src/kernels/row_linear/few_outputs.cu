@@ -4,6 +4,7 @@
 // Operands go from memory to registers of mma.sync without shared memory. The order of K inside 32 is free as long as
 // both operands agree: lane (r, q) loads the 16 bytes k = 8 q .. 8 q + 7 of row r, and uses the first and second half
 // as its part of two products of 16.
+#include "kernels/grouped_linear/weight_format.h"
 #include "kernels/launch.cuh"
 #include "kernels/row_linear/row_linear.h"
 
@@ -12,15 +13,18 @@
 namespace plumb::kernels::row_linear {
 namespace {
 
-constexpr int kWarps = 8, kBlockRows = 32, kPlanes = 3;
+constexpr int kWarps = 8, kPlanes = 3;
 
 __host__ __device__ constexpr int padded(int n) { return (n + 7) / 8 * 8; }
 
-__global__ void split_kernel(const float* weight, int n, int k, float scale, uint16_t* planes) {
+__global__ void split_kernel(const float* weight, int n, int k, float scale, Source source, uint16_t* planes) {
   const size_t group = blockIdx.y, plane = static_cast<size_t>(padded(n)) * k;
   const size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x;
   if (i >= plane) return;
-  float left = i / k < n ? __fmul_rn(weight[group * n * k + i], scale) : 0.0f;
+  const int j = static_cast<int>(i / k), place = static_cast<int>(i % k);
+  const int natural = source.gate_up ? grouped_linear::natural_row(place, k) : place;
+  const size_t at = source.transposed ? (group * k + natural) * n + j : (group * n + j) * k + natural;
+  float left = j < n ? __fmul_rn(weight[at], scale) : 0.0f;
   for (int p = 0; p < kPlanes; ++p) {
     const __nv_bfloat16 part = __float2bfloat16_rn(left);
     planes[(group * kPlanes + p) * plane + i] = __bfloat16_as_ushort(part);
@@ -43,14 +47,16 @@ struct Problem {
   const int *source_row, *first_row;
   int rows, groups, n, k;
   const uint16_t* planes;
+  Adapters adapters;
   float* out;
 };
 struct Rows {
   int group, first, count;
 };
 
-// Group g's blocks of 32 rows start at block first_row[g] / 32 + g: the ranges of groups do not overlap, and a few
-// blocks find no rows.
+// Group g's blocks of kBlockRows start at block first_row[g] / kBlockRows + g: the ranges of groups do not overlap, and
+// a few blocks find no rows.
+template <int kBlockRows>
 __device__ __forceinline__ Rows rows_of_block(const Problem& p, int block, int lane) {
   if (!p.first_row) return {0, block * kBlockRows, min(kBlockRows, p.rows - block * kBlockRows)};
   int group = 0;
@@ -62,90 +68,117 @@ __device__ __forceinline__ Rows rows_of_block(const Problem& p, int block, int l
   return {group, first, min(kBlockRows, end - first)};
 }
 
-template <int kTiles>  // of eight outputs
+// kTiles: of eight outputs; kRowTiles: of sixteen rows. Grid: (blocks of rows, adapters).
+template <int kTiles, int kRowTiles>
 __global__ void __launch_bounds__(32 * kWarps) few_outputs_kernel(const Problem p) {
-  __shared__ float sums[kWarps][kBlockRows][kTiles * 8];
+  constexpr int kBlockRows = 16 * kRowTiles, kAhead = kTiles == 1 ? 2 : 1;  // steps whose loads are in flight together
+  extern __shared__ float sums[];                                           // [kWarps][kBlockRows][kTiles * 8]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = lane / 4, q = lane % 4;
-  const Rows mine = rows_of_block(p, blockIdx.x, lane);
+  const Rows mine = rows_of_block<kBlockRows>(p, blockIdx.x, lane);
   if (mine.count <= 0) return;
+  const int adapter = blockIdx.y;
+  if (p.adapters.of_row) {
+    bool used = false;
+    for (int i = lane; i < mine.count; i += 32) used |= p.adapters.of_row[mine.first + i] == adapter;
+    if (!__any_sync(~0u, used)) return;
+  }
 
-  const uint16_t* x[4];  // rows r, r + 8, r + 16, r + 24; those that do not exist repeat the last one
+  const uint16_t* x[2 * kRowTiles];  // rows r, r + 8, ...; those that do not exist repeat the last one
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < 2 * kRowTiles; ++i) {
     const int row = mine.first + min(r + 8 * i, mine.count - 1);
     x[i] = p.x + static_cast<size_t>(p.source_row ? p.source_row[row] : row) * p.k + 8 * q;
   }
   const size_t plane = static_cast<size_t>(padded(p.n)) * p.k;
-  const uint16_t* w = p.planes + mine.group * kPlanes * plane + static_cast<size_t>(r) * p.k + 8 * q;
-  const int steps = p.k / 32, part = (steps + kWarps - 1) / kWarps;
+  const uint16_t* w = (p.adapters.of_row ? p.adapters.planes[adapter] : p.planes) + mine.group * kPlanes * plane +
+                      static_cast<size_t>(r) * p.k + 8 * q;
+  const int steps = p.k / 32, part = (steps + kWarps - 1) / kWarps, last = min((warp + 1) * part, steps);
 
-  float d[2][kTiles][4] = {};
-#pragma unroll 2
-  for (int step = warp * part; step < min((warp + 1) * part, steps); ++step) {
-    uint4 a[4], b[kTiles][kPlanes];
+  float d[kRowTiles][kTiles][4] = {};
+  for (int first = warp * part; first < last; first += kAhead) {
+    uint4 a[kAhead][2 * kRowTiles], b[kAhead][kTiles][kPlanes];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) a[i] = __ldg(reinterpret_cast<const uint4*>(x[i] + step * 32));
+    for (int s = 0; s < kAhead; ++s) {
+      const int at = min(first + s, last - 1) * 32;
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t)
+      for (int i = 0; i < 2 * kRowTiles; ++i) a[s][i] = __ldg(reinterpret_cast<const uint4*>(x[i] + at));
 #pragma unroll
-      for (int i = 0; i < kPlanes; ++i)
-        b[t][i] = __ldg(reinterpret_cast<const uint4*>(w + i * plane + static_cast<size_t>(t) * 8 * p.k + step * 32));
+      for (int t = 0; t < kTiles; ++t)
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t)
+        for (int i = 0; i < kPlanes; ++i)
+          b[s][t][i] = __ldg(reinterpret_cast<const uint4*>(w + i * plane + static_cast<size_t>(t) * 8 * p.k + at));
+    }
 #pragma unroll
-      for (int i = kPlanes - 1; i >= 0; --i)
+    for (int s = 0; s < kAhead; ++s) {
+      if (first + s >= last) break;
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          multiply(d[half][t], a[2 * half].x, a[2 * half + 1].x, a[2 * half].y, a[2 * half + 1].y, b[t][i].x,
-                   b[t][i].y);
-          multiply(d[half][t], a[2 * half].z, a[2 * half + 1].z, a[2 * half].w, a[2 * half + 1].w, b[t][i].z,
-                   b[t][i].w);
-        }
+      for (int t = 0; t < kTiles; ++t)
+#pragma unroll
+        for (int i = kPlanes - 1; i >= 0; --i)
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) {
+            const uint4 &upper = a[s][2 * m], &lower = a[s][2 * m + 1], &v = b[s][t][i];
+            multiply(d[m][t], upper.x, lower.x, upper.y, lower.y, v.x, v.y);
+            multiply(d[m][t], upper.z, lower.z, upper.w, lower.w, v.z, v.w);
+          }
+    }
   }
+  constexpr int kWidth = kTiles * 8;
 #pragma unroll
-  for (int half = 0; half < 2; ++half)
+  for (int m = 0; m < kRowTiles; ++m)
 #pragma unroll
     for (int t = 0; t < kTiles; ++t)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sums[warp][half * 16 + i / 2 * 8 + r][t * 8 + 2 * q + i % 2] = d[half][t][i];
+      for (int i = 0; i < 4; ++i)
+        sums[(warp * kBlockRows + m * 16 + i / 2 * 8 + r) * kWidth + t * 8 + 2 * q + i % 2] = d[m][t][i];
   __syncthreads();
   for (int i = threadIdx.x; i < mine.count * p.n; i += 32 * kWarps) {
     const int row = i / p.n, column = i % p.n;
-    float total = sums[0][row][column];
-    for (int other = 1; other < kWarps; ++other) total = __fadd_rn(total, sums[other][row][column]);
+    if (p.adapters.of_row && p.adapters.of_row[mine.first + row] != adapter) continue;
+    float total = sums[row * kWidth + column];
+    for (int other = 1; other < kWarps; ++other)
+      total = __fadd_rn(total, sums[(other * kBlockRows + row) * kWidth + column]);
     p.out[static_cast<size_t>(mine.first + row) * p.n + column] = total;
   }
+}
+
+template <int kTiles>
+void launch(const Problem& p, cudaStream_t stream) {
+  // Weights are read once for a block: larger blocks where there are enough of them. The bits are the same.
+  const bool large = p.rows >= 64 * multiprocessors();
+  const int block_rows = large ? 64 : 32;
+  const dim3 blocks((p.rows + block_rows - 1) / block_rows + (p.first_row ? p.groups : 0),
+                    p.adapters.of_row ? p.adapters.count : 1);
+  launch_with_shared(large ? few_outputs_kernel<kTiles, 4> : few_outputs_kernel<kTiles, 2>, blocks, 32 * kWarps,
+                     kWarps * block_rows * kTiles * 8 * static_cast<int>(sizeof(float)), stream, p);
 }
 
 }  // namespace
 
 size_t split_bytes(int groups, int n, int k) { return static_cast<size_t>(groups) * kPlanes * padded(n) * k * 2; }
 
-void split_weight(const float* weight, int groups, int n, int k, float scale, uint16_t* planes, cudaStream_t stream) {
-  require(groups > 0 && n > 0 && k > 0, "row_linear: split_weight", "groups, n and k must be positive");
+void split_weight(const float* weight, int groups, int n, int k, float scale, uint16_t* planes, cudaStream_t stream,
+                  const Source& source) {
+  require(groups > 0 && n > 0 && k > 0 && (!source.gate_up || k % grouped_linear::kRecordRows == 0),
+          "row_linear: split_weight", "groups, n and k must be positive, k of gate and up a multiple of 256");
   const size_t plane = static_cast<size_t>(padded(n)) * k;
   split_kernel<<<dim3(static_cast<unsigned>((plane + 255) / 256), groups), 256, 0, stream>>>(weight, n, k, scale,
-                                                                                             planes);
+                                                                                             source, planes);
   check_cuda(cudaGetLastError(), "row_linear: splitting a weight");
 }
 
 void few_outputs(const uint16_t* x, const int* source_row, const int* first_row, int rows, const SplitWeight& w,
-                 float* out, cudaStream_t stream) {
+                 float* out, cudaStream_t stream, const Adapters& adapters) {
   require(rows > 0 && w.groups > 0 && (first_row || w.groups == 1), "row_linear: few_outputs",
           "rows = " + std::to_string(rows) + " must be positive, and several groups need first_row");
   require(w.n > 0 && w.n <= kMostFewOutputs && w.k > 0 && w.k % 32 == 0, "row_linear: few_outputs",
           "n = " + std::to_string(w.n) + " must be between 1 and " + std::to_string(kMostFewOutputs) +
               ", k = " + std::to_string(w.k) + " a positive multiple of 32");
-  require(aligned(x, 16) && aligned(w.planes, 16), "row_linear: few_outputs",
-          "rows and planes must be aligned to 16 bytes");
-  const Problem p{x, source_row, first_row, rows, w.groups, w.n, w.k, w.planes, out};
-  const int blocks = (rows + kBlockRows - 1) / kBlockRows + (first_row ? w.groups : 0), tiles = padded(w.n) / 8;
-  const auto kernel = tiles == 1   ? few_outputs_kernel<1>
-                      : tiles == 2 ? few_outputs_kernel<2>
-                      : tiles == 3 ? few_outputs_kernel<3>
-                                   : few_outputs_kernel<4>;
-  kernel<<<blocks, 32 * kWarps, 0, stream>>>(p);
-  check_cuda(cudaGetLastError(), "row_linear: few_outputs");
+  require(aligned(x, 16) && (adapters.of_row ? adapters.planes && adapters.count > 0 : aligned(w.planes, 16)),
+          "row_linear: few_outputs", "rows and planes must be aligned to 16 bytes; adapters need planes and a count");
+  const Problem p{x, source_row, first_row, rows, w.groups, w.n, w.k, w.planes, adapters, out};
+  const int tiles = padded(w.n) / 8;
+  (tiles == 1 ? launch<1> : tiles == 2 ? launch<2> : tiles == 3 ? launch<3> : launch<4>)(p, stream);
 }
 
 }  // namespace plumb::kernels::row_linear

@@ -6,6 +6,7 @@
 // second kernel adds the parts in the same order.
 #include "kernels/row_linear/row_linear.h"
 
+#include "kernels/lora/low_rank.cuh"
 #include "kernels/row_linear/wide_product.cuh"
 
 namespace plumb::kernels::row_linear {
@@ -20,10 +21,12 @@ constexpr int kOperandBytes = 2 * kPanelBytes, kStageBytes = 2 * kOperandBytes;
 constexpr int kBarrierStart = kStages * kStageBytes, kSharedBytes = kBarrierStart + 2 * kStages * 8;
 
 struct Thin {
-  int rows, n, k;
-  float* out_f32;  // one of the two
-  uint16_t* out_bf16;
-  float* parts;  // [parts][rows][n], or null: this block walks all parts
+  int rows, n, k;            // n: outputs of all groups
+  int group_n;               // outputs of a group
+  float* out_f32 = nullptr;  // one of the two
+  uint16_t* out_bf16 = nullptr;
+  float* parts = nullptr;  // [parts][rows][n], or null: this block walks all parts
+  lora::LowRank low_rank = {};
   __host__ __device__ int steps() const { return (k + kDepth - 1) / kDepth; }
   __host__ __device__ int part_count() const { return (steps() + kPartSteps - 1) / kPartSteps; }
 };
@@ -36,6 +39,12 @@ __device__ __forceinline__ Range steps_of(const Thin& p) {
   if (!p.parts) return {0, p.steps()};
   const int first = blockIdx.z * kPartSteps;
   return {first, min(first + kPartSteps, p.steps())};
+}
+
+__device__ __forceinline__ lora::LowRank low_rank_of(const Thin& p, int column) {
+  lora::LowRank l = p.low_rank;
+  l.t += column / p.group_n * l.rank;
+  return l;
 }
 
 __device__ __forceinline__ void store(const Thin& p, const float (&total)[64], int row, int column) {
@@ -77,7 +86,12 @@ __device__ __forceinline__ void consume(uint32_t start, const Thin& p, Range ran
       for (int i = 0; i < 64; ++i) total[i] = __fadd_rn(total[i], partial[i]);
     }
   }
-  store(p, total, first_row + thread / 32 * 16 + lane / 4, blockIdx.x * kTile + 2 * (lane % 4));
+  const int row = first_row + thread / 32 * 16 + lane / 4, column = blockIdx.x * kTile;
+  if (p.low_rank.rank > 0 && !p.parts) {
+    const int rows[2] = {min(row, p.rows - 1), min(row + 8, p.rows - 1)};
+    lora::add_to_rows(total, low_rank_of(p, column), {0, p.n, column}, rows, lane % 4);
+  }
+  store(p, total, row, column + 2 * (lane % 4));
 }
 
 // Grid: (tiles of n, tiles of rows, parts or 1).
@@ -96,13 +110,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Range range = steps_of(p);
   if (group == 0) {
     give_registers<40>();
+    const int first_input = blockIdx.x * kTile / p.group_n * p.k;
     if (threadIdx.x == 0)
       for (int step = range.first; step < range.last; ++step) {
         const uint32_t count = step - range.first, slot = count % kStages, full = start + kBarrierStart + 8 * slot;
         const uint32_t at = start + slot * kStageBytes;
         barrier_wait(full + 8 * kStages, (count / kStages & 1) ^ 1);
         barrier_arrive_expect(full, kStageBytes);
-        copy_tensor_2d(at, &x, step * kDepth, blockIdx.y * kTile, full);
+        copy_tensor_2d(at, &x, first_input + step * kDepth, blockIdx.y * kTile, full);
         copy_tensor_2d(at + kOperandBytes, &w, step * kDepth, blockIdx.x * kTile, full);
       }
   } else {
@@ -116,6 +131,10 @@ __global__ void __launch_bounds__(256) add_parts_kernel(const Thin p, const floa
   if (i >= count) return;
   float total = 0;
   for (int part = 0; part < p.part_count(); ++part) total = __fadd_rn(total, parts[part * count + i]);
+  if (p.low_rank.rank > 0) {
+    const int column = static_cast<int>(i % p.n);
+    total = lora::add_to_one(total, low_rank_of(p, column), static_cast<int>(i / p.n), p.n, column);
+  }
   if (p.out_f32)
     p.out_f32[i] = total;
   else
@@ -134,10 +153,25 @@ void check(const char* where, const uint16_t* x, int rows, int n, int k, const v
   require(aligned(x, 16) && aligned(w, 16), where, "rows and weight must be aligned to 16 bytes");
 }
 
+void launch_thin(const uint16_t* x, const uint16_t* w, const Thin& p, cudaStream_t stream) {
+  const int groups = p.n / p.group_n;
+  launch_with_shared(thin_kernel, dim3(tiles(p.n), tiles(p.rows), p.parts ? p.part_count() : 1), kThreads, kSharedBytes,
+                     stream, wide_product::bf16_map(x, p.rows, groups * p.k, kTile),
+                     wide_product::bf16_map(w, p.n, p.k, kTile), p);
+}
+
+Thin thin_of(int rows, const Weight& w) { return {rows, w.n * w.groups, w.k, w.n}; }
+
 void run(const uint16_t* x, const Weight& w, Thin p, void* workspace, cudaStream_t stream) {
-  check("row_linear: linear", x, p.rows, w.n, w.k, w.data);
+  const char* where = "row_linear: linear";
+  check(where, x, p.rows, w.n, w.k, w.data);
   const void* out = p.out_f32 ? static_cast<const void*>(p.out_f32) : p.out_bf16;
-  require(aligned(out, 16), "row_linear: linear", "the output must be aligned to 16 bytes");
+  require(aligned(out, 16), where, "the output must be aligned to 16 bytes");
+  require(w.groups == 1 || (w.groups > 1 && w.n % kTile == 0 && w.n <= kThinOutputs && w.k % kDepth == 0), where,
+          "with groups, n = " + std::to_string(w.n) +
+              " must be a multiple of 128 up to 1024, k = " + std::to_string(w.k) + " of 64");
+  require(p.low_rank.rank == 0 || (w.n <= kThinOutputs && w.n % kTile == 0 && p.low_rank.rank % 4 == 0), where,
+          "a low rank needs a rank and outputs of multiples of 4 and 128, at most 1024 outputs a group");
   if (w.n > kThinOutputs) {
     const wide_product::Shape shape{p.rows, w.n, w.k};
     if (p.out_f32)
@@ -149,11 +183,9 @@ void run(const uint16_t* x, const Weight& w, Thin p, void* workspace, cudaStream
     return;
   }
   const bool split = by_parts(p);
-  require(!split || aligned(workspace, 16), "row_linear: linear", "few rows need a workspace, see workspace_bytes");
+  require(!split || aligned(workspace, 16), where, "few rows need a workspace, see workspace_bytes");
   if (split) p.parts = static_cast<float*>(workspace);
-  launch_with_shared(thin_kernel, dim3(tiles(w.n), tiles(p.rows), split ? p.part_count() : 1), kThreads, kSharedBytes,
-                     stream, wide_product::bf16_map(x, p.rows, w.k, kTile),
-                     wide_product::bf16_map(w.data, w.n, w.k, kTile), p);
+  launch_thin(x, w.data, p, stream);
   if (split) {
     const size_t count = static_cast<size_t>(p.rows) * p.n;
     add_parts_kernel<<<static_cast<unsigned>((count + 255) / 256), 256, 0, stream>>>(p, p.parts);
@@ -161,19 +193,62 @@ void run(const uint16_t* x, const Weight& w, Thin p, void* workspace, cudaStream
   }
 }
 
+// ---- FP32 weights: three planes are three times the outputs, added at the end ---------------------------------------
+constexpr int kPlanes = 3;
+__global__ void __launch_bounds__(256)
+    add_planes_kernel(const float* parts, int part_count, int rows, int n, int stride, float* out) {
+  const int64_t i = blockIdx.x * int64_t{256} + threadIdx.x;
+  if (i >= static_cast<int64_t>(rows) * n) return;
+  float total = 0;
+  for (int plane = kPlanes - 1; plane >= 0; --plane) {  // the smallest first
+    const float* from = parts + (i / n * kPlanes + plane) * stride + i % n;
+    float sum = 0;
+    for (int part = 0; part < part_count; ++part)
+      sum = __fadd_rn(sum, from[static_cast<size_t>(part) * rows * kPlanes * stride]);
+    total = __fadd_rn(total, sum);
+  }
+  out[i] = total;
+}
+int padded(int n) { return (n + 7) / 8 * 8; }
+
 }  // namespace
 
+size_t split_workspace_bytes(int rows, const SplitWeight& w) {
+  const Thin p{rows, kPlanes * padded(w.n), w.k, kPlanes * padded(w.n)};
+  return static_cast<size_t>(by_parts(p) ? p.part_count() : 1) * rows * p.n * sizeof(float);
+}
+
+void linear_split(const uint16_t* x, int rows, const SplitWeight& w, float* out, void* workspace, cudaStream_t stream) {
+  check("row_linear: linear_split", x, rows, w.n > 0 ? padded(w.n) : 0, w.k, w.planes);
+  require(w.groups == 1 && w.n <= kMostFewOutputs && aligned(workspace, 16), "row_linear: linear_split",
+          "one weight of at most " + std::to_string(kMostFewOutputs) + " outputs and a workspace are needed");
+  Thin p{rows, kPlanes * padded(w.n), w.k, kPlanes * padded(w.n)};
+  const bool split = by_parts(p);
+  (split ? p.parts : p.out_f32) = static_cast<float*>(workspace);
+  launch_thin(x, w.planes, p, stream);
+  const int64_t count = static_cast<int64_t>(rows) * w.n;
+  add_planes_kernel<<<static_cast<unsigned>((count + 255) / 256), 256, 0, stream>>>(
+      static_cast<const float*>(workspace), split ? p.part_count() : 1, rows, w.n, padded(w.n), out);
+  check_cuda(cudaGetLastError(), "row_linear: adding the planes");
+}
+
 size_t workspace_bytes(int rows, const Weight& w) {
-  const Thin p{rows, w.n, w.k, nullptr, nullptr, nullptr};
-  return w.n <= kThinOutputs && by_parts(p) ? static_cast<size_t>(p.part_count()) * rows * w.n * sizeof(float) : 0;
+  const Thin p = thin_of(rows, w);
+  return w.n <= kThinOutputs && by_parts(p) ? static_cast<size_t>(p.part_count()) * rows * p.n * sizeof(float) : 0;
 }
 
-void linear(const uint16_t* x, int rows, const Weight& w, float* out, void* workspace, cudaStream_t stream) {
-  run(x, w, {rows, w.n, w.k, out, nullptr, nullptr}, workspace, stream);
+void linear(const uint16_t* x, int rows, const Weight& w, float* out, void* workspace, cudaStream_t stream,
+            const lora::LowRank& low_rank) {
+  Thin p = thin_of(rows, w);
+  p.out_f32 = out, p.low_rank = low_rank;
+  run(x, w, p, workspace, stream);
 }
 
-void linear_bf16(const uint16_t* x, int rows, const Weight& w, uint16_t* out, void* workspace, cudaStream_t stream) {
-  run(x, w, {rows, w.n, w.k, nullptr, out, nullptr}, workspace, stream);
+void linear_bf16(const uint16_t* x, int rows, const Weight& w, uint16_t* out, void* workspace, cudaStream_t stream,
+                 const lora::LowRank& low_rank) {
+  Thin p = thin_of(rows, w);
+  p.out_bf16 = out, p.low_rank = low_rank;
+  run(x, w, p, workspace, stream);
 }
 
 void linear_backward_input(const uint16_t* dy, int rows, const Weight& w, float* dx, cudaStream_t stream) {

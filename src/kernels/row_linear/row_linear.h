@@ -11,6 +11,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kernels/lora/lora.h"
+
 namespace plumb::kernels::row_linear {
 
 // ---- bf16 weights [n, k] -------------------------------------------------------------------------------------------
@@ -19,38 +21,64 @@ namespace plumb::kernels::row_linear {
 constexpr int kThinOutputs = 1024;
 
 struct Weight {
-  const uint16_t* data;  // bf16 bits [n, k], aligned to 16 bytes
+  const uint16_t* data;  // bf16 bits [groups * n, k], aligned to 16 bytes
   int n, k;              // multiples of 8
+  // Several groups (wo_a): outputs g * n .. of y meet inputs g * k .. of x, y = [rows, groups * n], x = [rows, groups *
+  // k]. Then n is a multiple of 128 and at most kThinOutputs, k a multiple of 64. Forward only.
+  int groups = 1;
 };
 // 0 if none is needed for that many rows.
 size_t workspace_bytes(int rows, const Weight& weight);
 
-// x: bf16 bits [rows, k]; out: [rows, n]; both aligned to 16 bytes.
-void linear(const uint16_t* x, int rows, const Weight& weight, float* out, void* workspace, cudaStream_t stream);
-void linear_bf16(const uint16_t* x, int rows, const Weight& weight, uint16_t* out, void* workspace,
-                 cudaStream_t stream);
+// x: bf16 bits [rows, k]; out: [rows, n]; both aligned to 16 bytes. low_rank (lora.h; weights of at most kThinOutputs
+// outputs a group): added in FP32 before the rounding. With groups, that of group g lies at t + g * rank; the factor is
+// packed for all groups * n outputs together.
+void linear(const uint16_t* x, int rows, const Weight& weight, float* out, void* workspace, cudaStream_t stream,
+            const lora::LowRank& low_rank = {});
+void linear_bf16(const uint16_t* x, int rows, const Weight& weight, uint16_t* out, void* workspace, cudaStream_t stream,
+                 const lora::LowRank& low_rank = {});
 // dx[rows, k] = dy[rows, n] W, FP32, one chain over n. dy: bf16.
 void linear_backward_input(const uint16_t* dy, int rows, const Weight& weight, float* dx, cudaStream_t stream);
 // dw[n, k] += dy^T x, FP32, one chain over the rows, added once.
 void linear_backward_weight(const uint16_t* dy, const uint16_t* x, int rows, int n, int k, float* dw,
                             cudaStream_t stream);
 
-// ---- few outputs, FP32 weights, one matrix or one for each group of rows --------------------------------------------
-// A weight w is kept as three bf16 numbers, high + middle + low == w exactly (if no part underflows), so that FP32
-// weights meet bf16 tensor cores: products are exact, sums FP32. K is cut into eight parts.
+// ---- FP32 weights with few outputs
+// ----------------------------------------------------------------------------------- A weight w is kept as three bf16
+// numbers, high + middle + low == w exactly (if no part underflows), so that FP32 weights meet bf16 tensor cores:
+// products are exact, sums FP32.
 constexpr int kMostFewOutputs = 32;
 
 struct SplitWeight {
-  const uint16_t* planes;  // [groups][3][n rounded up to 8][k], see split_weight
+  const uint16_t* planes;  // [groups][3][n rounded up to 8][k], see split_weight; aligned to 16 bytes
   int groups, n, k;        // n <= kMostFewOutputs, k a multiple of 32
 };
 size_t split_bytes(int groups, int n, int k);
-// weight: FP32 [groups, n, k], times `scale`.
-void split_weight(const float* weight, int groups, int n, int k, float scale, uint16_t* planes, cudaStream_t stream);
 
-// out[r, j] = sum over k of x[source_row[r], k] W[group of r][j, k], r < rows. source_row: device, or null for r.
-// first_row: device, [groups + 1], ascending from 0; null for one group. Rows beyond first_row[groups] are not written.
+// Where the weight lies: FP32 [groups, n, k]; transposed: [groups, k, n]. gate_up: rows of x will be in record order
+// (weight_format.h), k is counted in the natural order.
+struct Source {
+  bool transposed = false, gate_up = false;
+};
+// The planes of scale * weight (rounded once).
+void split_weight(const float* weight, int groups, int n, int k, float scale, uint16_t* planes, cudaStream_t stream,
+                  const Source& source = {});
+
+// y = x W^T for one weight, through the tiles of the bf16 products: the mHC mapping. out: FP32 [rows, n].
+size_t split_workspace_bytes(int rows, const SplitWeight& weight);
+void linear_split(const uint16_t* x, int rows, const SplitWeight& weight, float* out, void* workspace,
+                  cudaStream_t stream);
+
+// Of many adapters: each row names its own, -1 for none (its output is not written).
+struct Adapters {
+  const uint16_t* const* planes = nullptr;  // device, [count]: as SplitWeight::planes, which is then not used
+  const int* of_row = nullptr;              // device, [rows]; null: no adapters
+  int count = 0;
+};
+// The way down into a low rank: out[r, j] = sum over k of x[source_row[r], k] W[group of r][j, k], r < rows. K is cut
+// into eight parts. source_row: device, or null for r. first_row: device, [groups + 1], ascending from 0; null for one
+// group. Rows beyond first_row[groups] are not written.
 void few_outputs(const uint16_t* x, const int* source_row, const int* first_row, int rows, const SplitWeight& weight,
-                 float* out, cudaStream_t stream);
+                 float* out, cudaStream_t stream, const Adapters& adapters = {});
 
 }  // namespace plumb::kernels::row_linear

@@ -27,7 +27,9 @@ namespace plumb::kernels::wide_product {
 using namespace hopper;
 
 constexpr int kRows = 128, kColumns = 256, kDepth = 64;  // of a block's tile and stage
-constexpr int kStages = 4, kThreads = 384, kClusterRows = 2 * kRows;
+constexpr int kCluster = 2, kClusterRows = kCluster * kRows;
+constexpr uint16_t kAll = (1 << kCluster) - 1;  // blocks of a cluster that a copy goes to
+constexpr int kStages = 4, kThreads = 384;
 constexpr int kPanelBytes = 64 * 128;  // 64 rows of 64 bf16, 128-byte swizzle
 constexpr int kRowBytes = 2 * kPanelBytes, kColumnBytes = 4 * kPanelBytes, kStageBytes = kRowBytes + kColumnBytes;
 constexpr int kStagingStart = kStages * kStageBytes, kWarpStagingBytes = 16 * 128;
@@ -69,14 +71,15 @@ __device__ __forceinline__ uint32_t empty_barrier(uint32_t start, uint32_t slot)
 // One thread of each block. Both blocks of a cluster walk the same tiles: each sends its half of B to both.
 template <int kMajorA, int kMajorB>
 __device__ __forceinline__ void feed(uint32_t start, const CUtensorMap* a, const CUtensorMap* b, const Shape& s) {
-  const int rank = cluster_rank(), clusters = gridDim.x / 2;
+  const int rank = cluster_rank(), clusters = gridDim.x / kCluster;
   uint32_t step = 0;
-  for (int index = blockIdx.x / 2; index < s.tiles(); index += clusters) {
+  for (int index = blockIdx.x / kCluster; index < s.tiles(); index += clusters) {
     const Tile tile = tile_at(s, index);
-    const int row = tile.row + rank * kRows, column = tile.column + rank * (kColumns / 2);
+    const int row = tile.row + rank * kRows, column = tile.column + rank * (kColumns / kCluster);
     for (int i = 0; i < s.steps(); ++i, ++step) {
       const uint32_t slot = ring_slot<kStages>(step), full = full_barrier(start, slot);
-      const uint32_t rows_at = start + slot * kStageBytes, columns_at = rows_at + kRowBytes + rank * 2 * kPanelBytes;
+      const uint32_t rows_at = start + slot * kStageBytes,
+                     columns_at = rows_at + kRowBytes + rank * (kColumnBytes / kCluster);
       barrier_wait_cluster(empty_barrier(start, slot), ring_parity<kStages>(step) ^ 1);
       barrier_arrive_expect(full, kStageBytes);
       if constexpr (kMajorA == kColumnsContracted) {
@@ -86,10 +89,11 @@ __device__ __forceinline__ void feed(uint32_t start, const CUtensorMap* a, const
         copy_tensor_2d(rows_at + kPanelBytes, a, row + 64, i * kDepth, full);
       }
       if constexpr (kMajorB == kColumnsContracted) {
-        copy_tensor_2d_to_all(columns_at, b, i * kDepth, column, full, 3);
+        copy_tensor_2d_to_all(columns_at, b, i * kDepth, column, full, kAll);
       } else {
-        copy_tensor_2d_to_all(columns_at, b, column, i * kDepth, full, 3);
-        copy_tensor_2d_to_all(columns_at + kPanelBytes, b, column + 64, i * kDepth, full, 3);
+#pragma unroll
+        for (int panel = 0; panel < kColumns / kCluster / 64; ++panel)
+          copy_tensor_2d_to_all(columns_at + panel * kPanelBytes, b, column + panel * 64, i * kDepth, full, kAll);
       }
     }
   }
@@ -98,13 +102,13 @@ __device__ __forceinline__ void feed(uint32_t start, const CUtensorMap* a, const
 template <int kMajorA, int kMajorB, typename Epilogue>
 __device__ __forceinline__ void consume(uint32_t start, const Shape& s, int owner, int thread,
                                         const Epilogue& epilogue) {
-  const int lane = thread % 32, warp = uniform(thread / 32), rank = cluster_rank(), clusters = gridDim.x / 2;
+  const int lane = thread % 32, warp = uniform(thread / 32), rank = cluster_rank(), clusters = gridDim.x / kCluster;
   const auto release = [&](uint32_t step) {
-    if (lane < 2) barrier_arrive_at(empty_barrier(start, ring_slot<kStages>(step)), lane);
+    if (lane < kCluster) barrier_arrive_at(empty_barrier(start, ring_slot<kStages>(step)), lane);
   };
   uint32_t step = 0;
   float d[128];
-  for (int index = blockIdx.x / 2; index < s.tiles(); index += clusters) {
+  for (int index = blockIdx.x / kCluster; index < s.tiles(); index += clusters) {
     const Tile tile = tile_at(s, index);
     const int first_row = tile.row + rank * kRows + owner * 64;
     const uint32_t end = step + s.steps();
@@ -138,7 +142,7 @@ __device__ __forceinline__ void consume(uint32_t start, const Shape& s, int owne
 }
 
 template <int kMajorA, int kMajorB, typename Epilogue>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
+__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     wide_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, const Shape shape,
                 const Epilogue epilogue) {
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -147,7 +151,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) {
     prefetch_map(&a), prefetch_map(&b);
     for (int i = 0; i < kStages; ++i)
-      barrier_init(full_barrier(start, i), 1), barrier_init(empty_barrier(start, i), 16);
+      barrier_init(full_barrier(start, i), 1), barrier_init(empty_barrier(start, i), 8 * kCluster);
     barrier_init_fence();
   }
   cluster_sync();
@@ -231,8 +235,9 @@ template <int kMajorA, int kMajorB, typename Epilogue>
 void launch(const uint16_t* a, const uint16_t* b, const Shape& s, const Epilogue& epilogue, cudaStream_t stream) {
   constexpr bool kDownA = kMajorA == hopper::kRowsContracted, kDownB = kMajorB == hopper::kRowsContracted;
   const CUtensorMap map_a = kDownA ? bf16_map(a, s.k, s.rows, kDepth) : bf16_map(a, s.rows, s.k, kRows);
-  const CUtensorMap map_b = kDownB ? bf16_map(b, s.k, s.columns, kDepth) : bf16_map(b, s.columns, s.k, kColumns / 2);
-  const int blocks = 2 * std::min(s.tiles(), multiprocessors() / 2);
+  const CUtensorMap map_b =
+      kDownB ? bf16_map(b, s.k, s.columns, kDepth) : bf16_map(b, s.columns, s.k, kColumns / kCluster);
+  const int blocks = kCluster * std::min(s.tiles(), multiprocessors() / kCluster);
   launch_with_shared(wide_kernel<kMajorA, kMajorB, Epilogue>, blocks, kThreads, kSharedBytes, stream, map_a, map_b, s,
                      epilogue);
 }

@@ -1,0 +1,316 @@
+// Low-rank adapters: in the epilogues of all base products, the way down, and the gradients, against FP64. Tests named
+// Small* also run under compute-sanitizer.
+#include "kernels/lora/lora.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+
+#include "grouped_linear_data.cuh"
+#include "kernels/row_linear/row_linear.h"
+
+namespace plumb::kernels::lora {
+namespace {
+
+using namespace grouped_linear;
+
+// Two adapters for outputs of `groups` matrices, rows that use them (or none), and T.
+struct Adapters {
+  int groups, n, rank, rows;
+  std::vector<float> b[2];  // [groups, n, rank], natural
+  std::vector<float> t;
+  std::vector<int> adapter;
+  std::unique_ptr<Buffer<float>> packed[2];
+  Buffer<float> t_device;
+  Buffer<int> adapter_device;
+  std::unique_ptr<Buffer<const float*>> table;
+  Adapters(int groups_, int n_, int rank_, int rows_, bool gate_up, float size)
+      : groups(groups_),
+        n(n_),
+        rank(rank_),
+        rows(rows_),
+        t(random_floats(static_cast<size_t>(rows) * rank, 1, 11)),
+        t_device(t),
+        adapter_device(rows_) {
+    std::vector<const float*> pointers;
+    for (int a = 0; a < 2; ++a) {
+      b[a] = random_floats(static_cast<size_t>(groups) * n * rank, size, 12 + a);
+      const Buffer<float> natural(b[a]);
+      packed[a] = std::make_unique<Buffer<float>>(factor_bytes(groups, n, rank) / sizeof(float));
+      pack_factor(natural.get(), groups, n, rank, false, gate_up, packed[a]->get(), nullptr);
+      check_cuda(cudaDeviceSynchronize(), "pack_factor");
+      pointers.push_back(packed[a]->get());
+    }
+    table = std::make_unique<Buffer<const float*>>(pointers);
+    for (int r = 0; r < rows; ++r) adapter.push_back(r * 7 % 10 < 4 ? 0 : r * 7 % 10 < 8 ? 1 : -1);
+    adapter_device.set(adapter);
+  }
+  LowRank mixed() const { return {rank, t_device.get(), rank, table->get(), adapter_device.get()}; }
+  LowRank only(int a) const { return {rank, t_device.get(), rank, table->get() + a, nullptr}; }
+  double delta(int a, int group, int row, int output) const {
+    double sum = 0;
+    for (int j = 0; j < rank; ++j)
+      sum +=
+          double{t[static_cast<size_t>(row) * rank + j]} * b[a][(static_cast<size_t>(group) * n + output) * rank + j];
+    return sum;
+  }
+};
+
+struct Layer {
+  std::vector<int> counts;
+  int n, k, rows;
+  Matrices w;
+  Buffer<uint8_t> records;
+  Buffer<float> bases;
+  Quantised x;
+  Layer(WeightFormat format, const std::vector<int>& counts_, int n_, int k_, bool gate_up)
+      : counts(counts_),
+        n(n_),
+        k(k_),
+        rows(first_rows(counts_).back()),
+        w(random_weights(format, static_cast<int>(counts.size()), n, k, gate_up, 1)),
+        records(w.records),
+        bases(w.bases),
+        x(random_rows(rows, k, 2), rows, k) {}
+  std::vector<uint16_t> run(int width, const LowRank& low_rank) const {
+    const PlanOnDevice p(counts, rows, n, width);
+    Buffer<uint16_t> out(static_cast<size_t>(rows) * n);
+    linear(w.on_device(records, bases), x.get(), p.plan, out.get(), nullptr, low_rank);
+    return out.host();
+  }
+};
+
+// Rows that use adapter a have the bits of a run in which all rows use it; rows without one those of the base.
+template <typename T>
+void expect_rows_of(const std::vector<T>& mixed, const std::vector<T>& base, const std::vector<T> (&only)[2],
+                    const std::vector<int>& adapter, int n) {
+  for (size_t row = 0; row < adapter.size(); ++row) {
+    const std::vector<T>& source = adapter[row] < 0 ? base : only[adapter[row]];
+    ASSERT_TRUE(std::equal(mixed.begin() + row * n, mixed.begin() + (row + 1) * n, source.begin() + row * n))
+        << "row " << row << " adapter " << adapter[row];
+  }
+}
+
+// Bound: two roundings to bf16 (base alone, and the sum), 2^-9 of each; FP32 arithmetic is far below.
+void check_epilogue(WeightFormat format, const std::vector<int>& counts, int n, int k, int rank, bool gate_up) {
+  const Layer layer(format, counts, n, k, gate_up);
+  const Adapters l(static_cast<int>(counts.size()), n, rank, layer.rows, gate_up, 4);
+  const auto base = layer.run(256, {});
+  const std::vector<uint16_t> only[2] = {layer.run(256, l.only(0)), layer.run(256, l.only(1))};
+  const auto first = first_rows(counts);
+  for (size_t g = 0; g < counts.size(); ++g)
+    for (int row = first[g]; row < first[g + 1]; ++row)
+      for (int c = row % 3; c < n; c += 3) {
+        const int output = gate_up ? natural_row(c, n) : c;
+        const size_t at = static_cast<size_t>(row) * n + c;
+        const double before = bf16_to_float(base[at]), delta = l.delta(1, static_cast<int>(g), row, output);
+        ASSERT_NEAR(bf16_to_float(only[1][at]), before + delta,
+                    (std::fabs(before) + std::fabs(before + delta)) * 0x1p-8 + 1e-5 * std::fabs(delta) + 1e-6)
+            << "row " << row << " column " << c;
+      }
+  const auto mixed = layer.run(256, l.mixed());
+  expect_rows_of(mixed, base, only, l.adapter, n);
+  for (const int width : {8, 16, 64})
+    ASSERT_EQ(differences(layer.run(width, l.mixed()), mixed), 0u) << "width " << width << " rank " << rank;
+}
+TEST(Lora, SmallEpilogues) {
+  check_epilogue(WeightFormat::fp4, {0, 70, 3}, 256, 256, 8, false);
+  check_epilogue(WeightFormat::fp8, {130}, 512, 128, 4, true);
+}
+TEST(Lora, Epilogues) {
+  check_epilogue(WeightFormat::fp4, {5, 0, 257, 64, 190, 1}, 512, 512, 8, true);
+  check_epilogue(WeightFormat::fp8, {700}, 768, 1024, 32, false);
+  check_epilogue(WeightFormat::fp4, {90, 300}, 256, 384, 20, false);
+}
+
+// The fused epilogue equals the product with its low rank, then SwiGLU as a kernel of its own.
+void check_swiglu(WeightFormat format) {
+  const std::vector<int> counts = {3, 0, 200, 64, 330};
+  const Layer layer(format, counts, 512, 256, true);
+  const Adapters l(5, 512, 8, layer.rows, true, 4);
+  const auto route = random_floats(layer.rows, 1, 3);
+  const Buffer<float> route_device(route);
+  const Buffer<uint16_t> gate_up(layer.run(256, l.mixed()));
+  Buffer<uint8_t> expected(layer.rows * 256);
+  Buffer<float> expected_scales(layer.rows * block_stride(256));
+  swiglu_quantise(gate_up.get(), layer.rows, 512, route_device.get(), 10, expected.get(), expected_scales.get(),
+                  nullptr);
+  for (const int width : {8, 16, 64, 256}) {
+    const PlanOnDevice p(counts, layer.rows, 512, width);
+    Buffer<uint8_t> hidden(layer.rows * 256);
+    Buffer<float> scales(layer.rows * block_stride(256));
+    linear_swiglu(layer.w.on_device(layer.records, layer.bases), layer.x.get(), p.plan, route_device.get(), 10,
+                  hidden.get(), scales.get(), nullptr, l.mixed());
+    ASSERT_EQ(differences(hidden.host(), expected.host()), 0u) << "width " << width;
+  }
+}
+TEST(Lora, SwigluEqualsItsParts) { check_swiglu(WeightFormat::fp4), check_swiglu(WeightFormat::fp8); }
+
+TEST(Lora, InputGradients) {
+  const std::vector<int> counts = {70, 0, 300};
+  const int n = 512, k = 256, rows = 370;
+  for (const WeightFormat format : {WeightFormat::fp4, WeightFormat::fp8}) {
+    const Layer layer(format, counts, n, k, false);
+    const Adapters l(3, k, 8, rows, false, 4);
+    const Buffer<uint16_t> dy(random_rows(rows, n, 4));
+    const auto run = [&](const LowRank& low_rank) {
+      const PlanOnDevice p(counts, rows, k, 256);
+      Buffer<uint16_t> dx(rows * k);
+      linear_backward_input(layer.w.on_device(layer.records, layer.bases), dy.get(), p.plan, dx.get(), nullptr,
+                            low_rank);
+      return dx.host();
+    };
+    const auto base = run({});
+    const std::vector<uint16_t> only[2] = {run(l.only(0)), run(l.only(1))};
+    expect_rows_of(run(l.mixed()), base, only, l.adapter, k);
+    for (int row = 0; row < rows; ++row)
+      for (int c = 0; c < k; ++c) {
+        const double before = bf16_to_float(base[row * k + c]), delta = l.delta(0, row < 70 ? 0 : 2, row, c);
+        ASSERT_NEAR(bf16_to_float(only[0][row * k + c]), before + delta,
+                    (std::fabs(before) + std::fabs(before + delta)) * 0x1p-8 + 1e-5 * std::fabs(delta) + 1e-6);
+      }
+  }
+}
+
+// bf16 weights, one group and several (wo_a), few rows (parts) and many.
+void check_row_linear(int n, int k, int groups) {
+  const int rows = 9000, outputs = n * groups;
+  const Buffer<uint16_t> x(random_bf16(static_cast<size_t>(rows) * k * groups, 1, 5));
+  const Buffer<uint16_t> data(random_bf16(static_cast<size_t>(outputs) * k, 0.02f, 6));
+  const row_linear::Weight w{data.get(), n, k, groups};
+  const Adapters l(1, outputs, 8, rows * groups, false, 0.5f);  // T of group g lies behind the others of its row
+  LowRank low_rank = l.only(1);
+  low_rank.t_stride = 8 * groups;
+  const auto run = [&](int count, const LowRank& lr) {
+    Buffer<float> out(static_cast<size_t>(count) * outputs), space(row_linear::workspace_bytes(count, w) / 4);
+    row_linear::linear(x.get(), count, w, out.get(), space.get(), nullptr, lr);
+    return out.host();
+  };
+  const auto base = run(rows, {}), all = run(rows, low_rank);
+  for (const int count : {1, 33, 128}) {
+    const auto some = run(count, low_rank);
+    ASSERT_TRUE(std::equal(some.begin(), some.end(), all.begin())) << count;
+  }
+  for (int row = 0; row < rows; row += 97)
+    for (int c = 0; c < outputs; ++c)
+      ASSERT_NEAR(all[static_cast<size_t>(row) * outputs + c],
+                  base[static_cast<size_t>(row) * outputs + c] + l.delta(1, 0, row * groups + c / n, c), 1e-5);
+  if (groups == 1) return;
+  for (int g = 0; g < groups; ++g) {  // the base product of a group, against FP64
+    const auto expected =
+        reference_product<uint16_t, uint16_t>({x.get() + g * k, static_cast<int64_t>(k) * groups, 1},
+                                              {data.get() + static_cast<size_t>(g) * n * k, k, 1}, 50, n, k);
+    for (int row = 0; row < 50; ++row)
+      for (int c = 0; c < n; ++c)
+        ASSERT_NEAR(base[static_cast<size_t>(row) * outputs + g * n + c], expected.sum[row * n + c],
+                    expected.magnitude[row * n + c] * 1e-5);
+  }
+}
+TEST(Lora, RowLinear) { check_row_linear(256, 1024, 1), check_row_linear(128, 512, 4); }
+
+// Each row goes down by its own adapter, with the bits that it has alone.
+TEST(Lora, SmallWayDownOfManyAdapters) {
+  const int rows = 90, n = 8, k = 256;
+  const Buffer<uint16_t> x(random_rows(rows, k, 7));
+  std::vector<std::unique_ptr<Buffer<uint16_t>>> planes;
+  std::vector<const uint16_t*> pointers;
+  for (int a = 0; a < 3; ++a) {
+    const Buffer<float> weight(random_floats(n * k, 0.02f, 20 + a));
+    planes.push_back(std::make_unique<Buffer<uint16_t>>(row_linear::split_bytes(1, n, k) / 2));
+    row_linear::split_weight(weight.get(), 1, n, k, 2, planes.back()->get(), nullptr);
+    check_cuda(cudaDeviceSynchronize(), "split");
+    pointers.push_back(planes.back()->get());
+  }
+  const Buffer<const uint16_t*> table(pointers);
+  std::vector<int> adapter(rows);
+  for (int r = 0; r < rows; ++r) adapter[r] = r < 40 ? 1 : r % 4 - 1;
+  const Buffer<int> adapter_device(adapter);
+  Buffer<float> out(rows * n);
+  row_linear::few_outputs(x.get(), nullptr, nullptr, rows, {nullptr, 1, n, k}, out.get(), nullptr,
+                          {table.get(), adapter_device.get(), 3});
+  const auto mixed = out.host();
+  for (int r = 0; r < rows; ++r) {
+    if (adapter[r] < 0) {
+      ASSERT_TRUE(std::isnan(mixed[r * n])) << "a row without adapter was written";
+      continue;
+    }
+    Buffer<float> alone(n);
+    row_linear::few_outputs(x.get() + r * k, nullptr, nullptr, 1, {pointers[adapter[r]], 1, n, k}, alone.get(),
+                            nullptr);
+    const auto v = alone.host();
+    ASSERT_TRUE(std::equal(v.begin(), v.end(), mixed.begin() + r * n)) << "row " << r;
+  }
+}
+
+// Bound: chains of FP32 fused multiply-adds over the rows, half an ulp of the running sum each: rows * 2^-24 of the sum
+// of magnitudes.
+struct GradientCase {
+  std::vector<int> counts;  // one: a single group
+  int columns, rank, stride;
+  bool gathered, adapters, transposed, gate_up;
+};
+void check_gradient(const GradientCase& c) {
+  const std::vector<int> first = first_rows(c.counts);
+  const int rows = first.back(), groups = static_cast<int>(c.counts.size()), sources = c.gathered ? 50 : rows;
+  const auto y = random_bf16(static_cast<size_t>(sources) * c.columns, 1, 8);
+  const auto t = random_floats(static_cast<size_t>(rows) * c.stride, 1, 9);
+  std::vector<int> source(rows), adapter(rows);
+  for (int r = 0; r < rows; ++r) source[r] = c.gathered ? r * 37 % sources : r, adapter[r] = r * 3 % 5 < 3 ? 1 : 0;
+  const Buffer<uint16_t> y_device(y);
+  const Buffer<float> t_device(t);
+  const Buffer<int> source_device(source), adapter_device(adapter), first_device(first);
+  const size_t size = static_cast<size_t>(groups) * c.columns * c.rank;
+  Gradient g{y_device.get(),
+             c.gathered ? source_device.get() : nullptr,
+             t_device.get(),
+             c.stride,
+             c.rank,
+             rows,
+             c.columns,
+             groups > 1 ? first_device.get() : nullptr,
+             groups,
+             c.adapters ? adapter_device.get() : nullptr,
+             1,
+             c.transposed,
+             c.gate_up,
+             nullptr};
+  const Buffer<float> workspace(gradient_bytes(g) / 4);
+  std::vector<float> result;
+  for (int repeat = 0; repeat < 3; ++repeat) {
+    const Buffer<float> out(std::vector<float>(size, 0.5f));
+    g.out = out.get();
+    add_gradient(g, workspace.get(), nullptr);
+    if (repeat == 0) result = out.host();
+    ASSERT_EQ(differences(out.host(), result), 0u) << "repeat";
+  }
+  for (int group = 0; group < groups; ++group)
+    for (int column = 0; column < c.columns; column += 1 + column % 5)
+      for (int j = 0; j < c.rank; ++j) {
+        double sum = 0.5, magnitude = 0.5;
+        for (int r = first[group]; r < first[group + 1]; ++r) {
+          if (c.adapters && adapter[r] != 1) continue;
+          const double term = double{bf16_to_float(y[static_cast<size_t>(source[r]) * c.columns + column])} *
+                              t[static_cast<size_t>(r) * c.stride + j];
+          sum += term, magnitude += std::fabs(term);
+        }
+        const int natural = c.gate_up ? natural_row(column, c.columns) : column;
+        const size_t at =
+            c.transposed ? static_cast<size_t>(j) * c.columns + natural : static_cast<size_t>(natural) * c.rank + j;
+        ASSERT_NEAR(result[static_cast<size_t>(group) * c.columns * c.rank + at], sum,
+                    magnitude * (c.counts[group] + 4) * 0x1p-24)
+            << "group " << group << " column " << column << " rank " << j;
+      }
+}
+TEST(Lora, SmallGradients) {
+  check_gradient({{1}, 8, 4, 4, false, false, false, false});
+  check_gradient({{300}, 520, 8, 12, false, true, true, false});
+  check_gradient({{0, 70, 3}, 256, 8, 8, true, false, false, true});
+}
+TEST(Lora, Gradients) {
+  check_gradient({{5000}, 1032, 20, 32, false, false, false, false});
+  check_gradient({{100, 0, 700, 65, 1}, 512, 16, 16, true, true, true, false});
+  check_gradient({{3000}, 1024, 8, 8, false, false, false, true});
+}
+
+}  // namespace
+}  // namespace plumb::kernels::lora
