@@ -90,6 +90,7 @@ std::vector<Case> cases() {
           {"empty groups, tiles of every filling", 512, 384, {0, 1, 257, 64, 0, 323, 129, 8}, 0},
           {"all rows on one group", 256, 1024, {0, 0, 900, 0}, 20},
           {"no rows at all", 256, 256, {0, 0, 0}, 5},
+          {"more tiles than multiprocessors", 1024, 256, {1200, 17}, 0},
           {"many groups of a few rows", 512, 512, {3, 1, 0, 9, 17, 2, 2, 2, 0, 5, 33, 4, 8, 7, 1, 16}, 1}};
 }
 

@@ -65,8 +65,8 @@ __device__ __forceinline__ void add_to_rows(float (&d)[64], const LowRank& l, co
 
 // Rows as the columns of the product (decoding): d[s][4 j + 2 h + b] is output `output` + 64 s + 8 h, row
 // first_row + 8 j + 2 q + b; those from `rows` on do not exist.
-template <int kTokens>
-__device__ __forceinline__ void add_to_columns(float (&d)[2][kTokens / 2], const LowRank& l, const Outputs& o,
+template <int kTokens, int kSlabs>
+__device__ __forceinline__ void add_to_columns(float (&d)[kSlabs][kTokens / 2], const LowRank& l, const Outputs& o,
                                                int first_row, int rows, int output, int q) {
   constexpr int kOwn = kTokens / 4;
   int adapter[kOwn];
@@ -79,15 +79,15 @@ __device__ __forceinline__ void add_to_columns(float (&d)[2][kTokens / 2], const
   for (int now = next_adapter(adapter, -1); now != kNoAdapter; now = next_adapter(adapter, now)) {
     for (int j = 0; j < l.rank; j += 4) {
       const float* factor = factor_of(l, now, o, j) + output * 4;
-      float4 b[4];
+      float4 b[2 * kSlabs];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) b[i] = load_four(factor + (i / 2 * 64 + i % 2 * 8) * 4);
+      for (int i = 0; i < 2 * kSlabs; ++i) b[i] = load_four(factor + (i / 2 * 64 + i % 2 * 8) * 4);
 #pragma unroll
       for (int i = 0; i < kOwn; ++i)
         if (adapter[i] == now) {
           const float4 v = load_four(t + static_cast<size_t>(i / 2 * 8 + i % 2) * l.t_stride + j);
 #pragma unroll
-          for (int k = 0; k < 4; ++k) {
+          for (int k = 0; k < 2 * kSlabs; ++k) {
             float& sum = d[k / 2][i / 2 * 4 + k % 2 * 2 + i % 2];
             sum = add_four(sum, v, b[k]);
           }
