@@ -20,6 +20,7 @@
 #include <thread>
 #include <vector>
 
+#include "bench_support.cuh"
 #include "kernels/grouped_linear/activation.cuh"
 #include "kernels/grouped_linear/grouped_linear.h"
 #include "kernels/grouped_linear/route.h"
@@ -198,19 +199,13 @@ void decode_runs(const char* layer, const Weights& w, const Rows& r, int active,
     for (int i = 0; i < active; ++i) counts[(s * active + i) * 41 % kExperts] = rows_each;
     plans.push_back(std::make_unique<DevicePlan>(counts, w.n, width));
   }
-  const int launches = 4 * sets;
   const Activations a = r.activations(active * rows_each);
-  const double ms =
-      median_ms(
-          [&] {
-            for (int i = 0; i < launches; ++i)
-              if (fused)
-                linear_swiglu(w, a, plans[i % sets]->plan, r.route, 10.0f, r.hidden, r.hidden_scales, nullptr);
-              else
-                linear(w, a, plans[i % sets]->plan, r.out, nullptr);
-          },
-          9) /
-      launches;
+  const double ms = plumb::bench::graph_ms(4 * sets, [&](int i, cudaStream_t stream) {  // as a decode step runs
+    if (fused)
+      linear_swiglu(w, a, plans[i % sets]->plan, r.route, 10.0f, r.hidden, r.hidden_scales, stream);
+    else
+      linear(w, a, plans[i % sets]->plan, r.out, stream);
+  });
   const double bytes = double(active) * (w.n / kRecordRows) * (w.k / kBlock) * record_bytes(w.format);
   report_bytes(std::string(layer) + (w.format == WeightFormat::fp4 ? " FP4" : " FP8") + ", decoding, " +
                    std::to_string(active) + " experts x " + std::to_string(rows_each) + " rows, tile " +

@@ -51,11 +51,11 @@ void run(Report& report, const Shape& s) {
   quantise_rows(x.get(), grouped ? source.get() : nullptr, s.rows, s.k, values.get(), scales.get(), nullptr);
 
   const Array<float> a(size_t(s.groups) * kRank * s.k, 0.02f, 3), b(size_t(s.groups) * s.n * kRank, 0.02f, 4);
-  const Array<float> packed_b(lora::factor_bytes(s.groups, s.n, kRank) / 4),
+  const Array<uint32_t> packed_b(lora::factor_bytes(s.groups, s.n, kRank) / 4),
       packed_a(lora::factor_bytes(s.groups, s.k, kRank) / 4);
   lora::pack_factor(b.get(), s.groups, s.n, kRank, false, s.swiglu, packed_b.get(), nullptr);
   lora::pack_factor(a.get(), s.groups, s.k, kRank, true, false, packed_a.get(), nullptr);
-  const Array<const float*> table(std::vector<const float*>{packed_b.get(), packed_a.get()});
+  const Array<const uint32_t*> table(std::vector<const uint32_t*>{packed_b.get(), packed_a.get()});
   const Array<uint16_t> planes_a(row_linear::split_bytes(s.groups, kRank, s.k) / 2);
   const Array<uint16_t> planes_b(row_linear::split_bytes(s.groups, kRank, s.n) / 2);
   row_linear::split_weight(a.get(), s.groups, kRank, s.k, 2, planes_a.get(), nullptr);

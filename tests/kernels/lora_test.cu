@@ -20,10 +20,10 @@ struct Adapters {
   std::vector<float> b[2];  // [groups, n, rank], natural
   std::vector<float> t;
   std::vector<int> adapter;
-  std::unique_ptr<Buffer<float>> packed[2];
+  std::unique_ptr<Buffer<uint32_t>> packed[2];
   Buffer<float> t_device;
   Buffer<int> adapter_device;
-  std::unique_ptr<Buffer<const float*>> table;
+  std::unique_ptr<Buffer<const uint32_t*>> table;
   Adapters(int groups_, int n_, int rank_, int rows_, bool gate_up, float size)
       : groups(groups_),
         n(n_),
@@ -32,27 +32,34 @@ struct Adapters {
         t(random_floats(static_cast<size_t>(rows) * rank, 1, 11)),
         t_device(t),
         adapter_device(rows_) {
-    std::vector<const float*> pointers;
+    std::vector<const uint32_t*> pointers;
     for (int a = 0; a < 2; ++a) {
       b[a] = random_floats(static_cast<size_t>(groups) * n * rank, size, 12 + a);
       const Buffer<float> natural(b[a]);
-      packed[a] = std::make_unique<Buffer<float>>(factor_bytes(groups, n, rank) / sizeof(float));
+      packed[a] = std::make_unique<Buffer<uint32_t>>(factor_bytes(groups, n, rank) / sizeof(uint32_t));
       pack_factor(natural.get(), groups, n, rank, false, gate_up, packed[a]->get(), nullptr);
       check_cuda(cudaDeviceSynchronize(), "pack_factor");
       pointers.push_back(packed[a]->get());
     }
-    table = std::make_unique<Buffer<const float*>>(pointers);
+    table = std::make_unique<Buffer<const uint32_t*>>(pointers);
     for (int r = 0; r < rows; ++r) adapter.push_back(r * 7 % 10 < 4 ? 0 : r * 7 % 10 < 8 ? 1 : -1);
     adapter_device.set(adapter);
   }
   LowRank mixed() const { return {rank, t_device.get(), rank, table->get(), adapter_device.get()}; }
   LowRank only(int a) const { return {rank, t_device.get(), rank, table->get() + a, nullptr}; }
-  double delta(int a, int group, int row, int output) const {
-    double sum = 0;
-    for (int j = 0; j < rank; ++j)
-      sum +=
+  // What an adapter adds, and the bound of its error: T and B enter with 16 bits (2^-17 each, relative), so 2^-15 of
+  // the sum of magnitudes is plenty.
+  struct Delta {
+    double sum, error;
+  };
+  Delta delta(int a, int group, int row, int output) const {
+    double sum = 0, magnitude = 0;
+    for (int j = 0; j < rank; ++j) {
+      const double term =
           double{t[static_cast<size_t>(row) * rank + j]} * b[a][(static_cast<size_t>(group) * n + output) * rank + j];
-    return sum;
+      sum += term, magnitude += std::fabs(term);
+    }
+    return {sum, magnitude * 0x1p-15};
   }
 };
 
@@ -103,9 +110,10 @@ void check_epilogue(WeightFormat format, const std::vector<int>& counts, int n, 
       for (int c = row % 3; c < n; c += 3) {
         const int output = gate_up ? natural_row(c, n) : c;
         const size_t at = static_cast<size_t>(row) * n + c;
-        const double before = bf16_to_float(base[at]), delta = l.delta(1, static_cast<int>(g), row, output);
+        const double before = bf16_to_float(base[at]);
+        const auto [delta, error] = l.delta(1, static_cast<int>(g), row, output);
         ASSERT_NEAR(bf16_to_float(only[1][at]), before + delta,
-                    (std::fabs(before) + std::fabs(before + delta)) * 0x1p-8 + 1e-5 * std::fabs(delta) + 1e-6)
+                    (std::fabs(before) + std::fabs(before + delta)) * 0x1p-8 + error)
             << "row " << row << " column " << c;
       }
   const auto mixed = layer.run(256, l.mixed());
@@ -165,9 +173,10 @@ TEST(Lora, InputGradients) {
     expect_rows_of(run(l.mixed()), base, only, l.adapter, k);
     for (int row = 0; row < rows; ++row)
       for (int c = 0; c < k; ++c) {
-        const double before = bf16_to_float(base[row * k + c]), delta = l.delta(0, row < 70 ? 0 : 2, row, c);
+        const double before = bf16_to_float(base[row * k + c]);
+        const auto [delta, error] = l.delta(0, row < 70 ? 0 : 2, row, c);
         ASSERT_NEAR(bf16_to_float(only[0][row * k + c]), before + delta,
-                    (std::fabs(before) + std::fabs(before + delta)) * 0x1p-8 + 1e-5 * std::fabs(delta) + 1e-6);
+                    (std::fabs(before) + std::fabs(before + delta)) * 0x1p-8 + error);
       }
   }
 }
@@ -192,9 +201,11 @@ void check_row_linear(int n, int k, int groups) {
     ASSERT_TRUE(std::equal(some.begin(), some.end(), all.begin())) << count;
   }
   for (int row = 0; row < rows; row += 97)
-    for (int c = 0; c < outputs; ++c)
-      ASSERT_NEAR(all[static_cast<size_t>(row) * outputs + c],
-                  base[static_cast<size_t>(row) * outputs + c] + l.delta(1, 0, row * groups + c / n, c), 1e-5);
+    for (int c = 0; c < outputs; ++c) {
+      const size_t at = static_cast<size_t>(row) * outputs + c;
+      const auto [delta, error] = l.delta(1, 0, row * groups + c / n, c);
+      ASSERT_NEAR(all[at], base[at] + delta, error + 1e-6) << "row " << row << " output " << c;
+    }
   if (groups == 1) return;
   for (int g = 0; g < groups; ++g) {  // the base product of a group, against FP64
     const auto expected =

@@ -265,7 +265,7 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
     if (p.low_rank.rank > 0)
       lora::add_to_columns<kTokens>(total, p.low_rank,
                                     {tile.group, p.n, tile.weight_tile * kRecordRows + owner * kSlabs * kSlabRows},
-                                    tile.first_row, tile.rows, thread / 32 * 16 + lane / 4, lane % 4);
+                                    tile.first_row, tile.rows, thread / 32, lane);
 #pragma unroll
     for (int slab = 0; slab < kSlabs; ++slab)
       stage_slab<kTokens>(m, total[slab], owner * kSlabs + slab, thread / 32, lane);

@@ -71,13 +71,11 @@ __device__ __forceinline__ void write_bf16(const M& m, const float (&total)[2][6
 
 __device__ __forceinline__ void add_low_rank(float (&total)[2][64], int slabs, const lora::LowRank& l,
                                              const lora::Outputs& outputs, const Tile& tile, const Place& place) {
+  int row[2][2];
 #pragma unroll
-  for (int slab = 0; slab < 2; ++slab) {
-    if (slab >= slabs) break;
-    const int token = place.first_row(slab) + place.lane / 4;
-    const int row[2] = {tile.first_row + min(token, tile.rows - 1), tile.first_row + min(token + 8, tile.rows - 1)};
-    lora::add_to_rows(total[slab], l, outputs, row, place.lane % 4);
-  }
+  for (int i = 0; i < 4; ++i)
+    row[i / 2][i % 2] = tile.first_row + min(place.first_row(i / 2) + place.lane / 4 + i % 2 * 8, tile.rows - 1);
+  lora::add_to_rows(total, slabs, l, outputs, row, place.lane);
 }
 
 }  // namespace plumb::kernels::grouped_linear

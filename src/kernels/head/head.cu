@@ -23,43 +23,55 @@ __device__ __forceinline__ float log_probability_of(float logit, const Normalise
 }
 
 // ---- Forward: what a tile of 256 logits contributes ----------------------------------------------------------------
-// parts[row, tile]: the largest logit and the sum of exp(logit - largest). A quad of threads has a row's 256 logits.
+// parts[row, tile]: the largest logit and the sum of exp(logit - largest). A quad of threads has the 256 logits of two
+// rows; no product runs meanwhile, so both rows go side by side, in several chains.
 struct Summarise {
   float2* parts;
   float* logits;      // null: not wanted
   const int* target;  // null: none
   float* target_logit;
   __device__ __forceinline__ void operator()(float (&d)[128], const Shape& s, const Place& place) const {
-    const int tile = place.column / kColumns;
+    int offset[2] = {-1, -1};  // of the target, counted from this thread's first column
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (target && place.row + 8 * half < s.rows) offset[half] = target[place.row + 8 * half] - place.column;
+    if (logits) wide_product::StoreFloats{logits, false}(d, s, place);
+    if (place.column - 2 * (place.lane % 4) + kColumns > s.columns) {  // the last tile may be cut
+#pragma unroll
+      for (int i = 0; i < 128; ++i)
+        if (place.column + i / 4 * 8 >= s.columns) d[i] = kNone;
+    }
+    float largest[4] = {kNone, kNone, kNone, kNone};  // even and odd columns of both rows
+#pragma unroll
+    for (int i = 0; i < 128; ++i) largest[i % 4] = fmaxf(largest[i % 4], d[i]);
+    float sum[2][4] = {}, top[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float& m = top[half];
+      m = fmaxf(largest[2 * half], largest[2 * half + 1]);
+      m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
+      m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
+    }
+#pragma unroll
+    for (int i = 0; i < 128; ++i) {
+      float& part = sum[i / 2 % 2][i / 4 % 2 * 2 + i % 2];
+      part = __fadd_rn(part, exponential(__fsub_rn(d[i], top[i / 2 % 2])));
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = place.row + 8 * half;
-      float largest = kNone;
-#pragma unroll
-      for (int i = 0; i < 64; ++i)
-        if (place.column + i / 2 * 8 < s.columns) largest = fmaxf(largest, d[i / 2 * 4 + 2 * half + i % 2]);
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
-      float sum[2] = {};
-#pragma unroll
-      for (int i = 0; i < 64; ++i)
-        if (place.column + i / 2 * 8 < s.columns)
-          sum[i % 2] = __fadd_rn(sum[i % 2], exponential(__fsub_rn(d[i / 2 * 4 + 2 * half + i % 2], largest)));
-      float total = __fadd_rn(sum[0], sum[1]);
+      float total = __fadd_rn(__fadd_rn(sum[half][0], sum[half][1]), __fadd_rn(sum[half][2], sum[half][3]));
       total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 1));
       total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 2));
       if (row >= s.rows) continue;
-      if (place.lane % 4 == 0) parts[static_cast<size_t>(row) * s.column_tiles() + tile] = make_float2(largest, total);
-      if (target) {
-        const int offset = target[row] - place.column;  // ours if 8 i + {0, 1}
-        if (offset >= 0 && offset < kColumns && offset % 8 < 2) {
+      if (place.lane % 4 == 0)
+        parts[static_cast<size_t>(row) * s.column_tiles() + place.column / kColumns] = make_float2(top[half], total);
+      if (offset[half] >= 0 && offset[half] < kColumns && offset[half] % 8 < 2) {
 #pragma unroll
-          for (int i = 0; i < 64; ++i)
-            if (offset == i / 2 * 8 + i % 2) target_logit[row] = d[i / 2 * 4 + 2 * half + i % 2];
-        }
+        for (int i = 0; i < 64; ++i)
+          if (offset[half] == i / 2 * 8 + i % 2) target_logit[row] = d[i / 2 * 4 + 2 * half + i % 2];
       }
     }
-    if (logits) wide_product::StoreFloats{logits, false}(d, s, place);
   }
 };
 
@@ -95,18 +107,19 @@ struct Differentiate {
   const Normaliser* normaliser;
   uint16_t* gradient;  // bf16 [rows, vocabulary]
   __device__ __forceinline__ void operator()(float (&d)[128], const Shape& s, const Place& place) const {
+    float factor[2];
+    Normaliser n[2];
+    int offset[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = min(place.row + 8 * half, s.rows - 1);
-      const float factor = d_log_probability[row];
-      const Normaliser n = normaliser[row];
-      const int offset = target[row] - place.column;
+      factor[half] = d_log_probability[row], n[half] = normaliser[row], offset[half] = target[row] - place.column;
+    }
 #pragma unroll
-      for (int i = 0; i < 64; ++i) {
-        float& v = d[i / 2 * 4 + 2 * half + i % 2];
-        const float hit = offset == i / 2 * 8 + i % 2 ? 1.0f : 0.0f;
-        v = __fmul_rn(factor, __fsub_rn(hit, exponential(log_probability_of(v, n))));
-      }
+    for (int i = 0; i < 128; ++i) {
+      const int half = i / 2 % 2;
+      const float hit = offset[half] == i / 4 * 8 + i % 2 ? 1.0f : 0.0f;
+      d[i] = __fmul_rn(factor[half], __fsub_rn(hit, exponential(log_probability_of(d[i], n[half]))));
     }
     wide_product::write_bf16_rows(d, s, place, gradient);
   }

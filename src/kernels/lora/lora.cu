@@ -3,7 +3,7 @@
 #include "kernels/grouped_linear/activation.cuh"
 #include "kernels/grouped_linear/weight_format.h"
 #include "kernels/launch.cuh"
-#include "kernels/lora/lora.h"
+#include "kernels/lora/low_rank.cuh"
 
 namespace plumb::kernels::lora {
 namespace {
@@ -95,14 +95,21 @@ __global__ void __launch_bounds__(256) add_segments_kernel(const float* parts, i
   out[i] = __fadd_rn(out[i], sum);
 }
 
+// A thread a word.
 __global__ void __launch_bounds__(256)
-    pack_kernel(const float* from, int n, int rank, bool transposed, bool gate_up, float* packed) {
-  const size_t group = blockIdx.y, chunks = (rank + 3) / 4, i = blockIdx.x * size_t{256} + threadIdx.x;
-  if (i >= chunks * n * 4) return;
-  const int j = static_cast<int>(i / (4 * n) * 4 + i % 4), row = static_cast<int>(i / 4 % n);
+    pack_kernel(const float* from, int n, int rank, bool transposed, bool gate_up, uint32_t* packed) {
+  const size_t group = blockIdx.y, fours = (rank + 3) / 4, i = blockIdx.x * size_t{256} + threadIdx.x;
+  if (i >= fours * n * 4) return;
+  const int row = static_cast<int>(i / 4 % n), q = static_cast<int>(i % 4),
+            first = static_cast<int>(i / (4 * n)) * 4 + q % 2 * 2;
   const int output = gate_up ? grouped_linear::natural_row(row, n) : row;
-  const size_t at = transposed ? (group * rank + j) * n + output : (group * n + output) * rank + j;
-  packed[group * chunks * n * 4 + i] = j < rank ? from[at] : 0.0f;
+  const auto value = [&](int j) {
+    return j >= rank    ? 0.0f
+           : transposed ? from[(group * rank + j) * n + output]
+                        : from[(group * n + output) * rank + j];
+  };
+  const Split parts = split(make_float2(value(first), value(first + 1)));
+  packed[(group * fours + first / 4) * n * 4 + factor_word(row, q)] = q < 2 ? parts.high : parts.low;
 }
 
 int segments_of(const Gradient& g) { return (g.rows + kSegment - 1) / kSegment; }
@@ -110,14 +117,15 @@ int segments_of(const Gradient& g) { return (g.rows + kSegment - 1) / kSegment; 
 }  // namespace
 
 size_t factor_bytes(int groups, int n, int rank) {
-  return static_cast<size_t>(groups) * ((rank + 3) / 4) * n * 4 * sizeof(float);
+  return static_cast<size_t>(groups) * ((rank + 3) / 4) * n * 4 * sizeof(uint32_t);
 }
 
-void pack_factor(const float* from, int groups, int n, int rank, bool transposed, bool gate_up, float* packed,
+void pack_factor(const float* from, int groups, int n, int rank, bool transposed, bool gate_up, uint32_t* packed,
                  cudaStream_t stream) {
-  require(groups > 0 && n > 0 && rank > 0 && (!gate_up || n % grouped_linear::kRecordRows == 0) && aligned(packed, 16),
-          "lora: pack_factor", "groups, n and rank must be positive, n of gate and up a multiple of 256");
-  const size_t count = factor_bytes(1, n, rank) / sizeof(float);
+  require(groups > 0 && n > 0 && n % 32 == 0 && rank > 0 && (!gate_up || n % grouped_linear::kRecordRows == 0) &&
+              aligned(packed, 16),
+          "lora: pack_factor", "groups, n and rank must be positive, n a multiple of 32 (gate and up: of 256)");
+  const size_t count = factor_bytes(1, n, rank) / sizeof(uint32_t);
   pack_kernel<<<dim3(static_cast<unsigned>((count + 255) / 256), groups), 256, 0, stream>>>(from, n, rank, transposed,
                                                                                             gate_up, packed);
   check_cuda(cudaGetLastError(), "lora: pack_factor");

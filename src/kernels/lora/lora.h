@@ -16,18 +16,18 @@ namespace plumb::kernels::lora {
 // What an epilogue adds to output (row, n): the sum over j = 0 .. rank - 1, in order, of t[row, j] * factor(n, j).
 // Forward: t = T, the factor is B; backward: t = U, the factor is A.
 struct LowRank {
-  int rank = 0;                          // a multiple of 4; 0: nothing is added
-  const float* t = nullptr;              // FP32 [rows, t_stride], rows aligned to 16 bytes
-  int t_stride = 0;                      // a multiple of 4, at least the rank
-  const float* const* factor = nullptr;  // device, for each adapter: packed by pack_factor
-  const int* adapter = nullptr;          // device, [rows]: the row's adapter, -1 for none; null: all rows use 0
+  int rank = 0;                             // a multiple of 4; 0: nothing is added
+  const float* t = nullptr;                 // FP32 [rows, t_stride], rows aligned to 16 bytes
+  int t_stride = 0;                         // a multiple of 4, at least the rank
+  const uint32_t* const* factor = nullptr;  // device, for each adapter: packed by pack_factor
+  const int* adapter = nullptr;             // device, [rows]: the row's adapter, -1 for none; null: all rows use 0
 };
 
-// A factor as the epilogues read it: FP32 [groups][rank rounded up to 4, / 4][n][4], outputs in the order of the
-// weight's rows, aligned to 16 bytes. from: B [groups, n, rank], or (transposed) A [groups, rank, n]. gate_up: B's rows
-// are n/2 gates, then n/2 ups, and the weight was packed as gate and up (weight_format.h).
+// A factor as the epilogues read it (low_rank.cuh), outputs in the order of the weight's rows; aligned to 16 bytes.
+// from: B [groups, n, rank], or (transposed) A [groups, rank, n]; n a multiple of 32. gate_up: B's rows are n/2 gates,
+// then n/2 ups, and the weight was packed as gate and up (weight_format.h).
 size_t factor_bytes(int groups, int n, int rank);
-void pack_factor(const float* from, int groups, int n, int rank, bool transposed, bool gate_up, float* packed,
+void pack_factor(const float* from, int groups, int n, int rank, bool transposed, bool gate_up, uint32_t* packed,
                  cudaStream_t stream);
 
 // One gradient of one adapter: out[c, j] += sum over the rows, in order, of y[row, c] * t[row, j].

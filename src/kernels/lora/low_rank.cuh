@@ -1,23 +1,22 @@
-// Adding T B^T to accumulators that lie as the tensor cores leave them. Every layout runs the same chain for an output:
-// fma over the rank in order. Rows of one warp may use different adapters: each adapter that occurs among them gets a
-// round.
+// Adding T B^T to accumulators that lie as the tensor cores leave them: 16 rows x 8 columns of a warp are one
+// mma.sync.m16n8k16, whose accumulators lie as those of wgmma. FP32 factors meet it as pairs of bf16, high + low (16
+// bits): four of the rank make 16 of K,
+//   T: high high low low        B: high low high low      (four numbers each)
+// so every product of parts occurs once. An output's sum depends on its row of T, its row of B and their order alone:
+// wide, narrow and thin kernels agree. Rows of one warp may use different adapters: each adapter that occurs gets a
+// round, and only its own rows keep the result.
 #pragma once
+#include <cuda_bf16.h>
+
 #include <cstdint>
 
 #include "kernels/lora/lora.h"
 
 namespace plumb::kernels::lora {
 
-__device__ __forceinline__ float4 load_four(const float* p) { return __ldg(reinterpret_cast<const float4*>(p)); }
-
-__device__ __forceinline__ float add_four(float sum, const float4& t, const float4& b) {
-  return fmaf(t.w, b.w, fmaf(t.z, b.z, fmaf(t.y, b.y, fmaf(t.x, b.x, sum))));
-}
-
 constexpr int kNoAdapter = 0x7fffffff;
 
-// The smallest adapter above `last` among the warp's rows, kNoAdapter if there is none. The same in all lanes: what
-// depends on it stays in uniform registers.
+// The smallest adapter above `last` among the warp's rows, kNoAdapter if there is none; the same in all lanes.
 template <int kRows>
 __device__ __forceinline__ int next_adapter(const int (&adapter)[kRows], int last) {
   int next = kNoAdapter;
@@ -27,83 +26,116 @@ __device__ __forceinline__ int next_adapter(const int (&adapter)[kRows], int las
   return __reduce_min_sync(~0u, next);
 }
 
-// 128 outputs of a group, from output `first` on. n: outputs of a group.
+// Two floats to pairs of bf16: value = high + low, to 16 bits.
+struct Split {
+  uint32_t high, low;
+};
+__device__ __forceinline__ Split split(float2 v) {
+  const __nv_bfloat162 high = __floats2bfloat162_rn(v.x, v.y);
+  const float2 back = __bfloat1622float2(high);
+  const __nv_bfloat162 low = __floats2bfloat162_rn(v.x - back.x, v.y - back.y);
+  return {*reinterpret_cast<const uint32_t*>(&high), *reinterpret_cast<const uint32_t*>(&low)};
+}
+
+// A packed factor: for each four of the rank, [n / 32][lane][4] words. Word `tile` of lane (r, q) belongs to output 32
+// * (n / 32) + 8 tile + r: the high parts (q < 2) or the low parts of numbers 2 (q % 2), + 1 of the four.
+__device__ __forceinline__ size_t factor_word(int output, int q) {
+  return (static_cast<size_t>(output / 32) * 32 + output % 8 * 4 + q) * 4 + output / 8 % 4;
+}
+
+// d += a b: 16 x 16 times 16 x 8.
+__device__ __forceinline__ void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+                                         uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Outputs of a group from `first` on, a multiple of 32. n: outputs of a group, a multiple of 32.
 struct Outputs {
   int group, n, first;
 };
-__device__ __forceinline__ const float* factor_of(const LowRank& l, int adapter, const Outputs& o, int j) {
+// Of the four numbers from j on, at output o.first.
+__device__ __forceinline__ const uint32_t* factor_of(const LowRank& l, int adapter, const Outputs& o, int j) {
   return l.factor[adapter] + ((static_cast<size_t>(o.group) * (l.rank / 4) + j / 4) * o.n + o.first) * 4;
 }
+// This lane's pair of the four numbers from j on.
+__device__ __forceinline__ Split pair_of(const LowRank& l, int row, int j, int q) {
+  return split(__ldg(reinterpret_cast<const float2*>(l.t + static_cast<size_t>(row) * l.t_stride + j + q % 2 * 2)));
+}
 
-// Rows as the 64-row operand: d[4 i + 2 h + b] is row[h], output 8 i + 2 q + b.
-__device__ __forceinline__ void add_to_rows(float (&d)[64], const LowRank& l, const Outputs& o, const int (&row)[2],
-                                            int q) {
-  int adapter[2];
+// Rows as the 64-row operand: d[s][4 i + 2 h + b] is row[s][h], output 8 i + 2 q + b. Slabs from `slabs` on do not
+// exist.
+template <int kSlabs>
+__device__ __forceinline__ void add_to_rows(float (&d)[kSlabs][64], int slabs, const LowRank& l, const Outputs& o,
+                                            const int (&row)[kSlabs][2], int lane) {
+  const int q = lane % 4;
+  int adapter[2 * kSlabs];
 #pragma unroll
-  for (int h = 0; h < 2; ++h) adapter[h] = l.adapter ? l.adapter[row[h]] : 0;
+  for (int i = 0; i < 2 * kSlabs; ++i) adapter[i] = i / 2 >= slabs ? -1 : l.adapter ? l.adapter[row[i / 2][i % 2]] : 0;
   for (int now = next_adapter(adapter, -1); now != kNoAdapter; now = next_adapter(adapter, now)) {
     for (int j = 0; j < l.rank; j += 4) {
-      const float* factor = factor_of(l, now, o, j) + 8 * q;
-      float4 t[2];
+      const uint4* factor = reinterpret_cast<const uint4*>(factor_of(l, now, o, j)) + lane;
+      uint4 b[4];
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
-        if (adapter[h] == now) t[h] = load_four(l.t + static_cast<size_t>(row[h]) * l.t_stride + j);
+      for (int i = 0; i < 4; ++i) b[i] = __ldg(factor + 32 * i);
 #pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        if (i % 4 == 0) __syncwarp();  // or the compiler loads all factors at once, for which there are no registers
-        const float4 b[2] = {load_four(factor + 32 * i), load_four(factor + 32 * i + 4)};
+      for (int s = 0; s < kSlabs; ++s) {
+        if (s >= slabs) break;
+        const Split upper = pair_of(l, row[s][0], j, q), lower = pair_of(l, row[s][1], j, q);
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-          if (adapter[h] == now) {
-            d[4 * i + 2 * h] = add_four(d[4 * i + 2 * h], t[h], b[0]);
-            d[4 * i + 2 * h + 1] = add_four(d[4 * i + 2 * h + 1], t[h], b[1]);
-          }
+        for (int i = 0; i < 16; ++i) {
+          const uint4& four = b[i / 4];
+          const uint32_t word = i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
+          float c[4] = {d[s][4 * i], d[s][4 * i + 1], d[s][4 * i + 2], d[s][4 * i + 3]};
+          multiply(c, upper.high, lower.high, upper.low, lower.low, word, word);
+#pragma unroll
+          for (int k = 0; k < 4; ++k)
+            if (adapter[2 * s + k / 2] == now) d[s][4 * i + k] = c[k];
+        }
       }
     }
   }
 }
 
-// Rows as the columns of the product (decoding): d[s][4 j + 2 h + b] is output `output` + 64 s + 8 h, row
-// first_row + 8 j + 2 q + b; those from `rows` on do not exist.
+// Rows as the columns of the product (decoding): d[s][4 j + 2 h + b] is output 64 s + 16 warp + r + 8 h, row first_row
+// + 8 j
+// + 2 q + b of lane (r, q); those from `rows` on do not exist.
 template <int kTokens, int kSlabs>
 __device__ __forceinline__ void add_to_columns(float (&d)[kSlabs][kTokens / 2], const LowRank& l, const Outputs& o,
-                                               int first_row, int rows, int output, int q) {
+                                               int first_row, int rows, int warp, int lane) {
   constexpr int kOwn = kTokens / 4;
+  const int q = lane % 4;
   int adapter[kOwn];
 #pragma unroll
   for (int i = 0; i < kOwn; ++i) {
     const int token = i / 2 * 8 + 2 * q + i % 2;
     adapter[i] = token >= rows ? -1 : l.adapter ? l.adapter[first_row + token] : 0;
   }
-  const float* t = l.t + static_cast<size_t>(first_row + 2 * q) * l.t_stride;
   for (int now = next_adapter(adapter, -1); now != kNoAdapter; now = next_adapter(adapter, now)) {
     for (int j = 0; j < l.rank; j += 4) {
-      const float* factor = factor_of(l, now, o, j) + output * 4;
-      float4 b[2 * kSlabs];
+      const uint32_t* factor = factor_of(l, now, o, j);
+      uint32_t a[kSlabs][2];
 #pragma unroll
-      for (int i = 0; i < 2 * kSlabs; ++i) b[i] = load_four(factor + (i / 2 * 64 + i % 2 * 8) * 4);
+      for (int i = 0; i < 2 * kSlabs; ++i)
+        a[i / 2][i % 2] = __ldg(factor + factor_word(i / 2 * 64 + warp * 16 + i % 2 * 8 + lane / 4, q));
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i)
-        if (adapter[i] == now) {
-          const float4 v = load_four(t + static_cast<size_t>(i / 2 * 8 + i % 2) * l.t_stride + j);
+      for (int tokens = 0; tokens < kTokens / 8; ++tokens) {
+        const Split t = pair_of(l, first_row + min(tokens * 8 + lane / 4, rows - 1), j, q);
 #pragma unroll
-          for (int k = 0; k < 2 * kSlabs; ++k) {
-            float& sum = d[k / 2][i / 2 * 4 + k % 2 * 2 + i % 2];
-            sum = add_four(sum, v, b[k]);
-          }
+        for (int s = 0; s < kSlabs; ++s) {
+          float* sum = &d[s][4 * tokens];
+          float c[4] = {sum[0], sum[1], sum[2], sum[3]};
+          multiply(c, a[s][0], a[s][1], a[s][0], a[s][1], t.high, t.low);
+#pragma unroll
+          for (int k = 0; k < 4; ++k)
+            if (adapter[2 * tokens + k % 2] == now) sum[k] = c[k];
         }
+      }
     }
   }
-}
-
-// One output of group 0: for kernels that have no such layout.
-__device__ __forceinline__ float add_to_one(float sum, const LowRank& l, int row, int n, int output) {
-  const int adapter = l.adapter ? l.adapter[row] : 0;
-  if (adapter < 0) return sum;
-  const float* t = l.t + static_cast<size_t>(row) * l.t_stride;
-  for (int j = 0; j < l.rank; j += 4)
-    sum = add_four(sum, load_four(t + j), load_four(factor_of(l, adapter, {0, n, output}, j)));
-  return sum;
 }
 
 }  // namespace plumb::kernels::lora

@@ -65,9 +65,18 @@ __device__ __forceinline__ void store(const Thin& p, const float (&total)[64], i
   }
 }
 
+// Of a thread's 64 sums of all parts: the low rank, and out. row, column: of the first row, of the tile.
+__device__ __forceinline__ void finish(const Thin& p, float (&total)[1][64], int row, int column, int lane) {
+  if (p.low_rank.rank > 0 && !p.parts) {
+    const int rows[1][2] = {{min(row, p.rows - 1), min(row + 8, p.rows - 1)}};
+    lora::add_to_rows(total, 1, low_rank_of(p, column), {0, p.n, column}, rows, lane);
+  }
+  store(p, total[0], row, column + 2 * (lane % 4));
+}
+
 __device__ __forceinline__ void consume(uint32_t start, const Thin& p, Range range, int owner, int thread) {
   const int lane = thread % 32, first_row = blockIdx.y * kTile + owner * 64;
-  float total[64] = {}, partial[64];
+  float total[1][64] = {}, partial[64];
   for (int step = range.first; step < range.last; ++step) {
     const uint32_t count = step - range.first, slot = count % kStages, at = start + slot * kStageBytes;
     barrier_wait(start + kBarrierStart + 8 * slot, count / kStages & 1);
@@ -83,15 +92,10 @@ __device__ __forceinline__ void consume(uint32_t start, const Thin& p, Range ran
     barrier_arrive_if(lane == 0, start + kBarrierStart + 8 * (kStages + slot));
     if (step % kPartSteps == kPartSteps - 1 || step + 1 == range.last) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i) total[i] = __fadd_rn(total[i], partial[i]);
+      for (int i = 0; i < 64; ++i) total[0][i] = __fadd_rn(total[0][i], partial[i]);
     }
   }
-  const int row = first_row + thread / 32 * 16 + lane / 4, column = blockIdx.x * kTile;
-  if (p.low_rank.rank > 0 && !p.parts) {
-    const int rows[2] = {min(row, p.rows - 1), min(row + 8, p.rows - 1)};
-    lora::add_to_rows(total, low_rank_of(p, column), {0, p.n, column}, rows, lane % 4);
-  }
-  store(p, total, row, column + 2 * (lane % 4));
+  finish(p, total, first_row + thread / 32 * 16 + lane / 4, blockIdx.x * kTile, lane);
 }
 
 // Grid: (tiles of n, tiles of rows, parts or 1).
@@ -126,19 +130,22 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-__global__ void __launch_bounds__(256) add_parts_kernel(const Thin p, const float* parts) {
-  const size_t count = static_cast<size_t>(p.rows) * p.n, i = blockIdx.x * size_t{256} + threadIdx.x;
-  if (i >= count) return;
-  float total = 0;
-  for (int part = 0; part < p.part_count(); ++part) total = __fadd_rn(total, parts[part * count + i]);
-  if (p.low_rank.rank > 0) {
-    const int column = static_cast<int>(i % p.n);
-    total = lora::add_to_one(total, low_rank_of(p, column), static_cast<int>(i / p.n), p.n, column);
+// The parts of 64 rows x 128 outputs, in the places of a consumer warpgroup. p.parts is null: this finishes the
+// product.
+__global__ void __launch_bounds__(128) add_parts_kernel(const Thin p, const float* parts) {
+  const int lane = threadIdx.x % 32, row = blockIdx.y * 64 + threadIdx.x / 32 * 16 + lane / 4,
+            column = blockIdx.x * kTile;
+  float total[1][64] = {};
+  for (int part = 0; part < p.part_count(); ++part) {
+#pragma unroll
+    for (int i = 0; i < 32; ++i) {  // pairs of outputs
+      const int r = row + i % 2 * 8, n = column + i / 2 * 8 + 2 * (lane % 4);
+      if (r >= p.rows || n >= p.n) continue;
+      const float2 v = *reinterpret_cast<const float2*>(parts + (static_cast<size_t>(part) * p.rows + r) * p.n + n);
+      total[0][2 * i] = __fadd_rn(total[0][2 * i], v.x), total[0][2 * i + 1] = __fadd_rn(total[0][2 * i + 1], v.y);
+    }
   }
-  if (p.out_f32)
-    p.out_f32[i] = total;
-  else
-    p.out_bf16[i] = __bfloat16_as_ushort(__float2bfloat16_rn(total));
+  finish(p, total, row, column, lane);
 }
 
 int tiles(int count) { return (count + kTile - 1) / kTile; }
@@ -187,8 +194,9 @@ void run(const uint16_t* x, const Weight& w, Thin p, void* workspace, cudaStream
   if (split) p.parts = static_cast<float*>(workspace);
   launch_thin(x, w.data, p, stream);
   if (split) {
-    const size_t count = static_cast<size_t>(p.rows) * p.n;
-    add_parts_kernel<<<static_cast<unsigned>((count + 255) / 256), 256, 0, stream>>>(p, p.parts);
+    const float* parts = p.parts;
+    p.parts = nullptr;
+    add_parts_kernel<<<dim3(tiles(p.n), (p.rows + 63) / 64), 128, 0, stream>>>(p, parts);
     check_cuda(cudaGetLastError(), "row_linear: adding the parts");
   }
 }
