@@ -66,6 +66,22 @@ __device__ __forceinline__ Split pair_of(const LowRank& l, int row, int j, int q
   return split(__ldg(reinterpret_cast<const float2*>(l.t + static_cast<size_t>(row) * l.t_stride + j + q % 2 * 2)));
 }
 
+// Asks for what add_to_rows will read, long before: it then comes from L1 instead of from memory, whose latency no
+// product would hide at the end of a tile. All threads of a warpgroup; `row` is one of the thread's own.
+__device__ __forceinline__ void touch(const float* p) {
+  float unused;
+  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(unused) : "l"(p));
+  static_cast<void>(unused);
+}
+__device__ __forceinline__ void prepare(const LowRank& l, const Outputs& o, int row, int thread) {
+  const int adapter = l.adapter ? l.adapter[row] : 0;
+  if (adapter < 0) return;
+  for (int j = 0; j < l.rank; j += 4) {  // 128 outputs x 16 bytes; a row of T in steps of 16 bytes
+    touch(reinterpret_cast<const float*>(factor_of(l, adapter, o, j) + 4 * thread));
+    touch(l.t + static_cast<size_t>(row) * l.t_stride + j);
+  }
+}
+
 // Rows as the 64-row operand: d[s][4 i + 2 h + b] is row[s][h], output 8 i + 2 q + b. Slabs from `slabs` on do not
 // exist.
 template <int kSlabs>
