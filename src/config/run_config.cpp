@@ -29,6 +29,9 @@ std::string shown(const toml::node& value) {
   return out.str();
 }
 
+// Top-level keys that the room of rewards reads.
+constexpr const char* kRewardTables[] = {"reward", "environment"};
+
 const std::string kOverride = "--set";  // the place of a value from the command line
 
 // A wrong override is wrong use of the command line.
@@ -122,7 +125,7 @@ struct Reader {
       const std::string key = prefix + std::string(k.str()), where = fmt::format("{}:{}", file, k.source().begin.line);
       if (const Field* field = find(key))
         assign(*field, node, where);
-      else if (key == "reward" && config.command == RunCommand::rl && node.is_array_of_tables())
+      else if (config.command == RunCommand::rl && std::ranges::count(kRewardTables, key))
         continue;  // read from the text by who gives rewards
       else if (node.is_table() && is_table(key))
         read(*node.as_table(), key + ".", file);
@@ -217,11 +220,12 @@ struct Reader {
 
 std::string reward_tables(const RunConfig& config) {
   if (config.command != RunCommand::rl || config.text.empty()) return "";
-  const toml::table all = toml::parse(config.text, config.file);
-  const toml::node* rewards = all.get("reward");
-  if (!rewards) return "";
+  toml::table all = toml::parse(config.text, config.file), kept;
+  for (const char* name : kRewardTables)
+    if (const toml::node* node = all.get(name)) kept.insert(name, *node);
+  if (kept.empty()) return "";
   std::ostringstream out;
-  out << "\n" << toml::toml_formatter{toml::table{{"reward", *rewards->as_array()}}} << "\n";
+  out << "\n" << toml::toml_formatter{kept} << "\n";
   return out.str();
 }
 

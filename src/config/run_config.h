@@ -128,7 +128,8 @@ struct RunConfig {
   LoraKeys lora;  // not pretrain
   OutputKeys output;
   MachineKeys machine;
-  // The run file as it was read, for what another room knows: rl's [[reward]] tables.
+  // The run file as it was read, for what another room knows: rl's [[reward]] tables and
+  // [environment].
   std::string file, text;
 };
 

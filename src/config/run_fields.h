@@ -50,7 +50,7 @@ const char* name(RunCommand command);
 // What a value must be, to stand behind "must be": "a number greater than 0 and at most 1".
 std::string expectation(const Field& field);
 
-// The [[reward]] tables of the run file as TOML; "" without any.
+// The [[reward]] tables and [environment] of the run file as TOML; "" without any.
 std::string reward_tables(const RunConfig& config);
 
 // The value as TOML.
