@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <iterator>
+#include <set>
 
 #include "base/error.h"
+#include "rollout/cache_size.h"
 
 namespace plumb {
 namespace {
@@ -17,6 +19,7 @@ void check_options(const EngineOptions& o) {
   at_least("max_running", o.max_running, 1);
   at_least("prefill_chunk", o.prefill_chunk, 1);
   at_least("token_budget", o.token_budget, o.max_running);
+  at_least("max_waiting", o.max_waiting, 0);
   at_least("key_pages", o.key_pages, 1);
   at_least("entry_pages", o.entry_pages, 1);
 }
@@ -50,19 +53,22 @@ Engine::Engine(WeightStore& weights, const EngineOptions& options, std::shared_p
       options_(options),
       registry_(std::move(registry)),
       shape_(plan_shape(weights.config())),
-      pools_{page_positions(shape_), PagePool(options.key_pages), PagePool(options.entry_pages)} {
+      pools_{page_positions(shape_), PagePool(options.key_pages), PagePool(options.entry_pages)},
+      prefixes_(pools_) {
   check_options(options);
-  cache_ = make_cache(weights.config(), cache_shape(shape_, pools_.shape()), options.max_running * 2 * shape_.csa_ratio,
-                      options.max_running * shape_.hca_ratio);
+  if (registry_) registry_->require_fit(weights.config());
+  cache_ = make_engine_cache(weights.config(), options);
   for (int lane = options.max_running; lane-- > 0;) free_lanes_.push_back(lane);
 }
 
 RequestId Engine::submit(Request request) {
   check_request(request, weights_.config());
+  if (options_.max_waiting > 0 && static_cast<int>(waiting_.size()) >= options_.max_waiting)
+    throw QueueFull("queue", number(options_.max_waiting) + " requests wait already", "try again later");
   const int longest = static_cast<int>(request.prompt.size()) + request.sampling.max_tokens;
   // Alone in the cache, every request must be able to finish: then the first in order always can.
   if (pools_.pages(longest) > pools_.entries.total() ||
-      most_key_pages(pools_, shape_.window, options_.prefill_chunk, longest) > pools_.keys.total())
+      most_key_pages(pools_.positions, shape_.window, options_.prefill_chunk, longest) > pools_.keys.total())
     fail("max_tokens", "prompt and answer may reach " + number(longest) + " tokens, more than the cache holds",
          "shorten one of them, or give the engine more pages");
   if (!request.stop_strings.empty() && !options_.tokenizer)
@@ -95,12 +101,17 @@ bool Engine::cancel(RequestId id) {
 EngineStats Engine::stats() const {
   EngineStats stats;
   stats.waiting = static_cast<int>(waiting_.size()), stats.running = static_cast<int>(running_.size());
-  stats.free_key_pages = pools_.keys.free(), stats.free_entry_pages = pools_.entries.free();
+  stats.free_key_pages = prefixes_.available_keys(), stats.free_entry_pages = prefixes_.available_entries();
+  std::set<int> keys, entries;  // several sequences may hold a page
   for (const auto& [order, s] : running_) {
-    stats.held_key_pages += held_key_pages(s.table);
-    stats.held_entry_pages += static_cast<int>(s.table.entry_page.size());
+    keys.insert(s.held.table.key_page.begin(), s.held.table.key_page.end());
+    entries.insert(s.held.table.entry_page.begin(), s.held.table.entry_page.end());
   }
+  keys.erase(-1);
+  stats.held_key_pages = static_cast<int>(keys.size()), stats.held_entry_pages = static_cast<int>(entries.size());
+  stats.cached_pages = prefixes_.size();
   stats.steps = steps_, stats.rows = rows_, stats.preemptions = preemptions_;
+  stats.prefix_hits = prefix_hits_, stats.prefix_hit_tokens = prefix_hit_tokens_;
   return stats;
 }
 
@@ -151,21 +162,22 @@ std::vector<Event> Engine::fail_step(const std::string& error) {
 // Moves waiting requests into the cache, in order, while there is room for all of their tokens beside what those in the
 // cache still need for theirs. Nobody overtakes a request that does not fit.
 void Engine::admit() {
-  int keys = pools_.keys.free(), entries = pools_.entries.free();
+  int keys = prefixes_.available_keys(), entries = prefixes_.available_entries();
   const auto reserve = [&](const Sequence& s) {
     const int total = static_cast<int>(s.tokens.size()) + 1;
-    keys -= most_key_pages(pools_, shape_.window, options_.prefill_chunk, total) - held_key_pages(s.table);
-    entries -= pools_.pages(total) - static_cast<int>(s.table.entry_page.size());
+    keys -= most_key_pages(pools_.positions, shape_.window, options_.prefill_chunk, total) - held_key_pages(s.held);
+    entries -= pools_.pages(total) - static_cast<int>(s.held.table.entry_page.size());
   };
   for (const auto& [order, s] : running_) reserve(s);
   while (!waiting_.empty() && !free_lanes_.empty()) {
     Sequence& s = waiting_.begin()->second;
     reserve(s);
+    for (const PrefixPage* p : find_prefix(s)) entries += p->entries.users > 0;  // held anyway
     if (keys < 0 || entries < 0) return;
     s.lane = free_lanes_.back();
     free_lanes_.pop_back();
-    s.table.csa_pending_base = s.lane * 2 * shape_.csa_ratio;
-    s.table.hca_pending_base = s.lane * shape_.hca_ratio;
+    s.held.table.csa_pending_base = (options_.entry_pages + s.lane * 2) * shape_.csa_ratio;
+    s.held.table.hca_pending_base = s.lane * shape_.hca_ratio;
     running_.insert(waiting_.extract(waiting_.begin()));
   }
 }
@@ -176,16 +188,19 @@ void Engine::schedule() {
   int budget = options_.token_budget;
   const auto left = [](const Sequence& s) { return static_cast<int>(s.tokens.size()) - s.length; };
   for (auto& [order, s] : running_) {
+    if (s.adapter && !s.request.adapter_version) s.adapter = registry_->follow(s.adapter);
+    adopt_prefix(s);
     s.rows = left(s) == 1 ? 1 : 0;
     budget -= s.rows;
   }
+  std::map<uint64_t, bool> being_computed;
   for (auto& [order, s] : running_) {
-    if (s.rows > 0) continue;
+    if (s.rows > 0 || budget == 0 || waits_for_page(s, being_computed)) continue;
     s.rows = std::min({left(s), options_.prefill_chunk, budget});
     budget -= s.rows;
   }
   for (auto it = running_.begin(); it != running_.end();) {
-    if (grow(it->second.table, it->second.length + it->second.rows, pools_)) {
+    if (grow(it->second.held, it->second.length + it->second.rows, source())) {
       ++it;
       continue;
     }
@@ -205,7 +220,7 @@ void Engine::preempt(Sequences::iterator it) {
 }
 
 void Engine::release(Sequence& s) {
-  release_all(s.table, pools_);
+  release_all(s.held, source());
   free_lanes_.push_back(s.lane);
   s.lane = -1, s.length = 0, s.rows = 0;
 }
@@ -214,30 +229,32 @@ void Engine::release(Sequence& s) {
 int Engine::wanted_rows(const Sequence& s) const {
   const int end = s.length + s.rows, known = static_cast<int>(s.prompt_logprobs.size());
   const int targets = static_cast<int>(s.request.prompt.size()) - 1;  // rows that predict a prompt token
-  const bool answering = s.tokens.size() > s.request.prompt.size();
-  if (s.request.prompt_logprobs && !answering && known < targets) return std::max(0, end - std::max(s.length, known));
+  if (s.request.prompt_logprobs && !s.answering() && known < targets)
+    return std::max(0, end - std::max(s.length, known));
   return s.samples() ? 1 : 0;
 }
 
 SequencePlan Engine::make_plan() const {
   std::vector<PagedRun> runs;
   for (const auto& [order, s] : running_)
-    runs.push_back({&s.table, s.length, {s.tokens.data() + s.length, static_cast<size_t>(s.rows)}, wanted_rows(s)});
+    runs.push_back(
+        {&s.held.table, s.length, {s.tokens.data() + s.length, static_cast<size_t>(s.rows)}, wanted_rows(s)});
   return plan_paged_step(shape_, pools_.shape(), runs);
 }
 
-// Rows that have been computed before keep the adapter that they had; new ones get the newest version, unless the
-// request pins one.
+// Rows from `computed` on are those of s.adapter.
+void Engine::note_adapter(Sequence& s) {
+  if (s.adapter && (s.spans.empty() || s.spans.back().adapter != s.adapter)) s.spans.push_back({s.computed, s.adapter});
+}
+
+// Rows that have been computed before keep the adapter that they had.
 AdapterBatch Engine::adapters_of_rows() {
   AdapterBatch batch;
   std::map<const AdapterSnapshot*, size_t> part;
   int row = 0;
   for (auto& [order, s] : running_) {
     const int end = s.length + s.rows;
-    if (s.adapter && end > s.computed) {
-      if (!s.request.adapter_version) s.adapter = registry_->follow(s.adapter);
-      if (s.spans.empty() || s.spans.back().adapter != s.adapter) s.spans.push_back({s.computed, s.adapter});
-    }
+    if (end > s.computed) note_adapter(s);
     size_t span = 0;
     for (int t = s.length; t < end; ++t, ++row) {
       if (!s.adapter) continue;

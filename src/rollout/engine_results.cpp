@@ -52,6 +52,7 @@ std::vector<Event> Engine::take_results(const Tensor& hidden) {
     Sequence& s = it->second;
     const bool samples = s.samples(), nothing_left = s.reaches_end() && !samples;
     s.length += s.rows, s.computed = std::max(s.computed, s.length), s.rows = 0;
+    share_pages(s);
     if (samples) take_token(s, std::move(sampled[next++]), events);
     if (nothing_left) {
       GeneratedToken none;
@@ -64,7 +65,7 @@ std::vector<Event> Engine::take_results(const Tensor& hidden) {
       it = running_.erase(it);
       continue;
     }
-    release_passed_keys(s.table, s.length, shape_.window, pools_);
+    release_passed_keys(s.held, s.length, shape_.window, source());
     ++it;
   }
   return events;
@@ -123,6 +124,7 @@ void Engine::end(Sequence& s, Finish finish, std::vector<Event>& events) {
   Event& last = events.back();
   last.finish = finish;
   last.stop_string = s.text.stop_string();
+  for (const AdapterSpan& span : s.spans) last.versions.push_back({span.first, span.adapter->version});
   if (!s.request.routed_experts) return;
   const ModelConfig& c = weights_.config();
   last.routed = Tensor::of(s.routed, {s.computed, c.num_hidden_layers, c.num_experts_per_tok});
@@ -134,6 +136,7 @@ void Engine::tell(Sequence& s, TextToken token, std::vector<Event>& events) {
   e.token = std::move(token.token), e.text = std::move(token.text);
   if (s.told) return;
   e.prompt_logprobs = std::move(s.prompt_logprobs), e.prompt_top = std::move(s.prompt_top);
+  e.cached_tokens = s.cached;
   s.told = true;
 }
 
