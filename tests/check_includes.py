@@ -8,6 +8,7 @@ import sys
 USES = {
     "base": [],
     "config": ["base"],
+    "reward": ["config"],
     "checkpoint": ["config"],
     "tokenizer": ["base"],
     "plan": ["config"],
