@@ -40,7 +40,8 @@ void check_request(const Request& r, const ModelConfig& c) {
   if (!r.answer.empty() && (!r.stop_strings.empty() || r.prompt_logprobs))
     fail("answer", "does not go together with stop_strings and prompt_logprobs", "start the answer anew");
   if (r.sampling.max_tokens == 0 && !r.prompt_logprobs && !r.routed_experts)
-    fail("max_tokens", "0 leaves nothing to do", "at least 1, or ask for prompt_logprobs or routed_experts");
+    throw UsageError("max_tokens", "0 leaves nothing to do",
+                     "allowed: 1 or more; 0 only with prompt_logprobs or routed_experts");
   if (r.prompt_top_logprobs < 0 || r.prompt_top_logprobs > 100)
     fail("prompt_top_logprobs", number(r.prompt_top_logprobs) + " is out of range", "allowed: 0 to 100");
   if (r.prompt_top_logprobs > 0 && !r.prompt_logprobs)
@@ -48,6 +49,11 @@ void check_request(const Request& r, const ModelConfig& c) {
   for (const std::string& stop : r.stop_strings)
     if (stop.empty()) fail("stop_strings", "one of them is empty", "give at least one character, or leave it out");
   const int64_t longest = static_cast<int64_t>(r.prompt.size()) + r.sampling.max_tokens;
+  if (static_cast<int64_t>(r.prompt.size()) > c.max_position_embeddings)
+    fail("prompt",
+         number(static_cast<int64_t>(r.prompt.size())) + " tokens are more than the model's " +
+             number(c.max_position_embeddings),
+         "shorten it");
   if (longest > c.max_position_embeddings)
     fail("max_tokens",
          "prompt and answer may reach " + number(longest) + " tokens, more than the model's " +

@@ -104,6 +104,8 @@ class Engine {
   // The weights must outlive the engine. registry: may be nullptr (no adapters); from here on it takes only adapters
   // that fit the model.
   Engine(WeightStore& weights, const EngineOptions& options, std::shared_ptr<AdapterRegistry> registry = nullptr);
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
 
   // Puts a request into the queue. Errors: a token outside the vocabulary, options out of range, longer than the model
   // or the cache can hold, unknown adapter or version; QueueFull.
