@@ -6,7 +6,7 @@
 #include <pthread.h>
 #include <signal.h>
 #include <spawn.h>
-#include <sys/pidfd.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -141,7 +141,9 @@ ChildProcess::ChildProcess(const ChildOptions& options, std::function<void(std::
          options.directory.empty() ? "check the command and PATH"
                                    : "check the command and the folder " + options.directory);
   }
-  exit_fd_ = ::pidfd_open(pid_, 0);  // -1 on an old kernel: then finish() waits for the end of stdout and stderr alone
+  // By its number: the declaration of glibc 2.36 is not that of its function. -1 on an old kernel: then finish() waits
+  // for the end of stdout and stderr alone.
+  exit_fd_ = static_cast<int>(::syscall(SYS_pidfd_open, pid_, 0));
   input_ = in.release(in.write);
   output_.fd = out.release(out.read);
   errors_.fd = err.release(err.read);

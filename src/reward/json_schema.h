@@ -20,7 +20,7 @@ class JsonSchema {
   JsonSchema(nlohmann::json schema, const std::string& where);
 
   // The first reason why the value is not valid, with its place: "/items/3: is a number, must be string". Nothing if it
-  // is valid. Error: too many steps (1,000,000), or references that lead in a circle.
+  // is valid. Error: too many steps (200,000 subschemas), or references that lead in a circle.
   std::optional<std::string> violation(const nlohmann::json& value) const;
 
  private:

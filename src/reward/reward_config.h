@@ -25,8 +25,8 @@ struct NumberKeys {
 };
 
 struct RegexKeys {
-  std::string pattern;  // this one or the one in `field`
-  std::string field;
+  std::string pattern = {};  // this one or the one in `field`
+  std::string field = {};
   std::string of = "content";
   bool full = false;
   bool ignore_case = false;
@@ -40,16 +40,16 @@ struct LengthKeys {
 };
 
 struct ChoiceKeys {
-  std::map<std::string, double> rewards;
+  std::map<std::string, double> rewards = {};
   double otherwise = 0;
   std::string of = "content";
   bool ignore_case = false;
 };
 
 struct SchemaKeys {
-  nlohmann::json schema;
+  nlohmann::json schema = {};
   std::string of = "content";  // content, reasoning, text, arguments
-  std::string tool;            // with arguments: only calls of this function; "" = all
+  std::string tool = {};       // with arguments: only calls of this function; "" = all
 };
 
 struct ToolCallKeys {
@@ -59,9 +59,9 @@ struct ToolCallKeys {
 };
 
 struct ProgramKeys {
-  std::vector<std::string> command;  // a text in the file is run by /bin/sh -c
-  std::string directory;             // "" = where plumb runs
-  std::map<std::string, std::string> environment;
+  std::vector<std::string> command = {};  // a text in the file is run by /bin/sh -c
+  std::string directory = {};             // "" = where plumb runs
+  std::map<std::string, std::string> environment = {};
   int64_t processes = 1;
   double time_limit = 10;      // of a request
   double start_limit = 30;     // more for the first request of a process
@@ -71,8 +71,8 @@ struct ProgramKeys {
 };
 
 struct HttpKeys {
-  std::string url;  // http://host[:port]/path
-  std::map<std::string, std::string> headers;
+  std::string url = {};  // http://host[:port]/path
+  std::map<std::string, std::string> headers = {};
   double time_limit = 10;      // of an attempt
   int64_t retries = 2;         // after a lost connection or a status of 500 and above
   double retry_delay = 0.2;    // doubled with each retry

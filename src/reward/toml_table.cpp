@@ -30,7 +30,7 @@ std::string TomlTable::where(const char* key) const {
 }
 
 const toml::node* TomlTable::find(const char* key) {
-  known_.push_back(key);
+  if (std::ranges::find(known_, key) == known_.end()) known_.push_back(key);
   return table_.get(key);
 }
 

@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 
 #include <chrono>
+#include <cstdlib>
 
 #include "base/files.h"
 #include "base/log.h"
@@ -18,7 +19,6 @@ using nlohmann::json;
 using testing::answering;
 using testing::error_of;
 using ::testing::HasSubstr;
-using ::testing::Not;
 using testing::open_descriptors;
 using testing::processes_left;
 using testing::sample_of;
@@ -72,12 +72,9 @@ TEST_F(ProgramTest, WrongAnswersCostTheirSampleAndNotTheProcess) {
     *rubbish*) echo "I think this is great" ;;
     *nan*) echo "{\"id\": $id, \"reward\": NaN}" ;;
     *infinite*) echo "{\"id\": $id, \"reward\": 1e999}" ;;
-    *missing*) echo "{\"id\": $id}" ;;
-    *text*) echo "{\"id\": $id, \"reward\": \"1\"}" ;;
     *wrongid*) echo "{\"id\": 12345, \"reward\": 1}" ;;
     *noid*) echo "{\"reward\": 1}" ;;
-    *list*) echo "[1]" ;;
-    *sorry*) echo "{\"id\": $id, \"error\": \"no such problem\"}" ;;)")),
+    *list*) echo "[1]" ;;)")),
                   "judge");
   const auto reason = [&](const std::string& content) {
     return error_of([&] { program.ask({{"content", content}}); });
@@ -96,12 +93,12 @@ TEST_F(ProgramTest, WrongAnswersCostTheirSampleAndNotTheProcess) {
 
   const Scorer scorer = scorer_of(shell_program(answering(R"(
     *missing*) echo "{\"id\": $id}" ;;
-    *text*) echo "{\"id\": $id, \"reward\": \"1\"}" ;;
+    *quoted*) echo "{\"id\": $id, \"reward\": \"1\"}" ;;
     *metric*) echo "{\"id\": $id, \"reward\": 1, \"metrics\": {\"a\": \"b\"}}" ;;
     *sorry*) echo "{\"id\": $id, \"error\": \"no such problem\"}" ;;)")));
-  const auto all = scores(scorer, {"missing", "1", "sorry", "metric", "1"});
+  const auto all = scores(scorer, {"missing", "quoted", "sorry", "metric", "1"});
   EXPECT_EQ(all[0].failure, "judge: reward judge[0]: answered without a reward: {\"id\":1}");
-  EXPECT_EQ(all[1].reward, 1);
+  EXPECT_THAT(all[1].failure, HasSubstr("answered with a reward that is no number: {\"id\":2,\"reward\":\"1\"}"));
   EXPECT_EQ(all[2].failure, "judge: reward judge[0]: reports: no such problem");
   EXPECT_THAT(all[3].failure, HasSubstr("a metric a that is no number"));
   EXPECT_EQ(all[4].reward, 1);

@@ -104,7 +104,7 @@ TEST(RewardConfig, Schemas) {
   write_text(path, "no schema");
   EXPECT_EQ(error_of([&] { schema_of("schema_file = '" + path + "'"); }), path + ": is no JSON (write a JSON schema)");
   EXPECT_THAT(error_of([&] { schema_of("schema = '{'"); }),
-              HasSubstr("run.toml:3: reward.schema = '{', must be a table"));
+              HasSubstr("run.toml:3: reward.schema = \"{\", must be a table"));
 }
 
 TEST(RewardConfig, ErrorsNameLineAndKey) {
@@ -113,13 +113,13 @@ TEST(RewardConfig, ErrorsNameLineAndKey) {
       {"[reward]\nkind = 'exact'", "run.toml:1: reward must be a list of tables"},
       {"reward = []", "run.toml:1: reward must be a list of tables"},
       {"[[reward]]\nweight = 1", "run.toml:1: reward.kind is missing"},
-      {"[[reward]]\nkind = 'exakt'", "run.toml:2: reward.kind = 'exakt', must be one of exact, number, regex"},
+      {"[[reward]]\nkind = 'exakt'", "run.toml:2: reward.kind = \"exakt\", must be one of exact, number, regex"},
       {"[[reward]]\nkind = 'exact'\nfeild = 'x'", "run.toml:3: there is no key reward.feild (did you mean field?)"},
       {"[[reward]]\nkind = 'exact'\ntarget = 1",
        "run.toml:3: there is no key reward.target (known are kind, name, weight"},
-      {"[[reward]]\nkind = 'exact'\nweight = 'x'", "run.toml:3: reward.weight = 'x', must be a number"},
+      {"[[reward]]\nkind = 'exact'\nweight = 'x'", "run.toml:3: reward.weight = \"x\", must be a number"},
       {"[[reward]]\nkind = 'exact'\nweight = nan", "run.toml:3: reward.weight = nan, must be a number"},
-      {"[[reward]]\nkind = 'exact'\nof = 'all'", "reward.of = 'all', must be one of content, reasoning, text"},
+      {"[[reward]]\nkind = 'exact'\nof = 'all'", "reward.of = \"all\", must be one of content, reasoning, text"},
       {"[[reward]]\nkind = 'exact'\nignore_case = 1", "reward.ignore_case = 1, must be true or false"},
       {"[[reward]]\nkind = 'number'\ntolerance = -1", "reward.tolerance = -1, must be a number of at least 0"},
       {"[[reward]]\nkind = 'regex'", "run.toml:1: reward.pattern and reward.field: exactly one of them"},
@@ -135,7 +135,7 @@ TEST(RewardConfig, ErrorsNameLineAndKey) {
       {"[[reward]]\nkind = 'program'\ncommand = 'a'\nprocesses = 0",
        "run.toml:4: reward.processes = 0, must be a whole number"},
       {"[[reward]]\nkind = 'http'\nurl = 'https://x/'", "TLS is not spoken here (put a proxy"},
-      {"[[reward]]\nkind = 'http'\nurl = 'x'", "reward.url = 'x', must be http://host[:port]/path"},
+      {"[[reward]]\nkind = 'http'\nurl = 'x'", "reward.url = \"x\", must be http://host[:port]/path"},
       {"[[reward]]\nkind = 'exact'\n[[reward]]\nkind = 'exact'", "run.toml:3: two rewards have the name \"exact\""},
       {"[[reward]]\nkind = ", "run.toml:2: not TOML"},
   };
@@ -144,10 +144,11 @@ TEST(RewardConfig, ErrorsNameLineAndKey) {
 }
 
 TEST(RewardConfig, Environment) {
-  const toml::table table = toml::parse("[environment]\ncommand = 'x'\nprocesses = 3\n", "run.toml");
-  EXPECT_EQ(parse_environment(*table.get("environment"), "run.toml").processes, 3);
-  const toml::table wrong = toml::parse("[environment]\ncommand = 'x'\nproceses = 3\n", "run.toml");
-  EXPECT_EQ(error_of([&] { parse_environment(*wrong.get("environment"), "run.toml"); }),
+  const std::string file = "run.toml";
+  const toml::table table = toml::parse("[environment]\ncommand = 'x'\nprocesses = 3\n", file);
+  EXPECT_EQ(parse_environment(*table.get("environment"), file).processes, 3);
+  const toml::table wrong = toml::parse("[environment]\ncommand = 'x'\nproceses = 3\n", file);
+  EXPECT_EQ(error_of([&] { parse_environment(*wrong.get("environment"), file); }),
             "run.toml:3: there is no key environment.proceses (did you mean processes?)");
 }
 
