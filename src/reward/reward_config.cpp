@@ -195,12 +195,15 @@ ProgramKeys parse_environment(const toml::node& node, const std::string& file) {
   return keys;
 }
 
-std::vector<RewardConfig> parse_rewards(const std::string& text, const std::string& file) {
+RewardTables parse_rewards(const std::string& text, const std::string& file) {
   try {
     const toml::table table = toml::parse(text, file);
-    const toml::node* node = table.get("reward");
-    if (!node) fail(file, "has no reward", "add a table [[reward]], see docs/rewards.md");
-    return parse_rewards(*node, file);
+    RewardTables tables;
+    if (const toml::node* node = table.get("reward")) tables.rewards = parse_rewards(*node, file);
+    if (const toml::node* node = table.get("environment")) tables.environment = parse_environment(*node, file);
+    if (tables.rewards.empty() && !tables.environment)
+      fail(file, "has no reward", "add a table [[reward]] or [environment], see docs/rewards.md");
+    return tables;
   } catch (const toml::parse_error& e) {
     fail(fmt::format("{}:{}", file, e.source().begin.line), "not TOML: " + std::string(e.description()));
   }

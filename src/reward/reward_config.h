@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <variant>
 #include <vector>
@@ -89,9 +90,14 @@ struct RewardConfig {
   std::string where;  // file:line of the table, for errors
 };
 
-// Reads the [[reward]] tables of a TOML text and nothing else of it. Errors name file and line,
-// the key and what is allowed; an unknown key, the nearest known one. For a run file that is parsed already see
-// reward_toml.h.
-std::vector<RewardConfig> parse_rewards(const std::string& toml, const std::string& file);
+// What a run file says about rewards: at least one of both.
+struct RewardTables {
+  std::vector<RewardConfig> rewards;
+  std::optional<ProgramKeys> environment;
+};
+
+// Reads the [[reward]] tables and [environment] of a TOML text and nothing else of it. Errors name file and line, the
+// key and what is allowed; an unknown key, the nearest known one; neither of both.
+RewardTables parse_rewards(const std::string& toml, const std::string& file);
 
 }  // namespace plumb

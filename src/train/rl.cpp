@@ -79,16 +79,13 @@ RlInputs read_inputs(const RunConfig& config, const ModelConfig& model) {
   RlInputs in;
   const fs::path file = fs::path(config.model.path) / "tokenizer.json";
   if (fs::exists(file)) in.tokenizer = Tokenizer::load(file);
-  const std::vector<RewardConfig> rewards = parse_rewards(config.text, config.file);
-  if (const auto environment = parse_environment(config.text, config.file))
-    in.environment = std::make_unique<Environment>(*environment);
-  if (rewards.empty() && !in.environment)
-    fail(config.file, "has no [[reward]] and no [environment]", "say what makes an answer good, see docs/rewards.md");
+  const RewardTables tables = parse_rewards(config.text, config.file);
+  if (tables.environment) in.environment = std::make_unique<Environment>(*tables.environment);
   if (in.environment && !in.tokenizer)
     fail(config.file, "an environment needs text, and the model has no tokenizer.json",
          "put it into the model's folder");
   constexpr int kWaiting = 8;  // samples whose programs and endpoints are asked at once
-  in.scorer = std::make_unique<Scorer>(rewards, kWaiting);
+  in.scorer = std::make_unique<Scorer>(tables.rewards, kWaiting);
   const DatasetOptions options = dataset_options(config.data, model);
   const auto read = [&](const std::string& path) {
     std::vector<Prompt> prompts = read_prompts(path, in.text(), options, static_cast<int>(config.sampling.max_tokens));

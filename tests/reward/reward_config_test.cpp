@@ -63,7 +63,8 @@ kind = "http"
 url = "http://localhost:8000/score"
 headers = { Authorization = "token" }
 )",
-                                     "run.toml");
+                                     "run.toml")
+                           .rewards;
   ASSERT_EQ(rewards.size(), 10u);
   EXPECT_EQ(rewards[0].name, "exact");
   EXPECT_EQ(rewards[0].weight, 1);
@@ -94,7 +95,7 @@ headers = { Authorization = "token" }
 
 TEST(RewardConfig, Schemas) {
   const auto schema_of = [](const std::string& key) {
-    const auto rewards = parse_rewards("[[reward]]\nkind = \"json_schema\"\n" + key, "run.toml");
+    const auto rewards = parse_rewards("[[reward]]\nkind = \"json_schema\"\n" + key, "run.toml").rewards;
     return std::get<SchemaKeys>(rewards[0].keys).schema;
   };
   EXPECT_EQ(schema_of(R"(schema = '{"minimum": 2}')"), nlohmann::json({{"minimum", 2}}));
@@ -153,7 +154,7 @@ TEST(RewardConfig, Environment) {
 }
 
 TEST(RewardConfig, WrongPartsAreFoundWhenTheyAreMade) {
-  const auto made = [](const std::string& toml) { Scorer(parse_rewards(toml, "run.toml"), 1); };
+  const auto made = [](const std::string& toml) { Scorer(parse_rewards(toml, "run.toml").rewards, 1); };
   EXPECT_THAT(error_of([&] { made("[[reward]]\nkind = 'regex'\npattern = '('"); }), HasSubstr("run.toml:1: pattern ("));
   EXPECT_THAT(error_of([&] { made("[[reward]]\nkind = 'json_schema'\nschema = { type = 'text' }"); }),
               HasSubstr("run.toml:1: schema /type"));

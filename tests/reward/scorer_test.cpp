@@ -116,7 +116,9 @@ TEST(Scorer, SamplesAreScoredAtOnceAndInOrder) {
 
 TEST(Scorer, LinesAreCheckedByAllParts) {
   const Scorer scorer(
-      parse_rewards("[[reward]]\nkind = 'length'\ntarget = 3\n[[reward]]\nkind = 'number'\nfield = 'n'", "r.toml"), 1);
+      parse_rewards("[[reward]]\nkind = 'length'\ntarget = 3\n[[reward]]\nkind = 'number'\nfield = 'n'", "r.toml")
+          .rewards,
+      1);
   EXPECT_NO_THROW(scorer.check_line({{"n", 3}}, "d.jsonl:1"));
   EXPECT_THAT(error_of([&] { scorer.check_line({{"m", 3}}, "d.jsonl:2"); }), HasSubstr("d.jsonl:2: has no field n"));
 }
