@@ -87,15 +87,15 @@ __global__ void __launch_bounds__(256, 1) peak_kernel(const uint4* random, float
   for (int i = 0; i < 128; ++i) d[i] = 0;
   const uint32_t base = shared_address(tile);
   for (int step = 0; step < kPeakSteps; step += 4) {
-    wgmma_fence();
+    product_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k)
       wgmma<kColumnsContracted, kRowsContracted>(d, tile_descriptor(base + k * 32),
                                                  tile_descriptor(base + 4 * 8192 + k * 2048, 8192), true);
-    wgmma_commit();
-    wgmma_wait<1>();
+    product_commit();
+    product_wait<1>();
   }
-  wgmma_wait<0>();
+  product_wait<0>();
   pin(d);
   float sum = 0;
 #pragma unroll

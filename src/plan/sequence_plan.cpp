@@ -5,14 +5,10 @@
 #include <string>
 
 #include "base/error.h"
+#include "plan/plan_parts.h"
 
 namespace plumb {
 namespace {
-
-void check_shape(const PlanShape& shape) {
-  PLUMB_CHECK(shape.window > 0);
-  PLUMB_CHECK(shape.csa_ratio >= 0 && shape.hca_ratio >= 0);
-}
 
 // How the rows and entries of one sequence map to numbers in the plan: a run of `count` new rows, numbered from
 // first_row, at positions start .. start + count - 1; everything before `start` lives in the cache.
@@ -21,37 +17,11 @@ struct Run {
   int end() const { return start + count; }
 };
 
-CompressionPlan empty_compression(int ratio, bool overlap) {
-  CompressionPlan plan;
-  plan.ratio = ratio;
-  plan.slots = overlap ? 2 * ratio : ratio;
-  return plan;
-}
-
 // First position whose projected row an entry completed at or after position `end` may still pool: the open window and,
 // where windows overlap, the one before it.
 int first_needed(const CompressionPlan& plan, int end) {
   const int open = end / plan.ratio * plan.ratio;
   return std::max(0, open - (plan.slots - plan.ratio));
-}
-
-// The entries whose window is completed by a row of the run (spec 3.6): entry i pools positions
-// (i+1)*ratio - slots .. (i+1)*ratio - 1, those before the sequence absent. pending_base < 0: nothing is pending.
-void add_entries(CompressionPlan& plan, const Run& run, int rows, int pending_base) {
-  for (int i = run.start / plan.ratio; i < run.end() / plan.ratio; ++i) {
-    const int end = (i + 1) * plan.ratio;
-    for (int p = end - plan.slots; p < end; ++p) {
-      if (p < 0) {
-        plan.source.push_back(-1);
-      } else if (p >= run.start) {
-        plan.source.push_back(run.first_row + p - run.start);
-      } else {
-        PLUMB_CHECK(pending_base >= 0, "an entry needs rows of an earlier step, but nothing is pending");
-        plan.source.push_back(rows + pending_base + p % plan.slots);
-      }
-    }
-    plan.position.push_back(i * plan.ratio);
-  }
 }
 
 // Where the entries of one sequence are stored: `size` of them in consecutive rows from base[0], the next ones from
@@ -62,6 +32,39 @@ struct EntryBlocks {
   int row(int entry) const { return base[entry / size] + entry % size; }
 };
 
+// Where one ratio of one cached sequence lives.
+struct CompressionSlots {
+  EntryBlocks entries;
+  int pending_base = 0;
+  // Paged, if windows overlap: the rows of the last window of a page of `positions` lie with the page.
+  std::span<const int> page;
+  int positions = 0;
+
+  bool with_page(int position, int ratio) const { return positions > 0 && position % positions >= positions - ratio; }
+  int pending(int position, const CompressionPlan& plan) const {
+    if (with_page(position, plan.ratio)) return page[position / positions] * plan.ratio + position % plan.ratio;
+    return pending_base + position % plan.slots;
+  }
+};
+
+// The entries whose window is completed by a row of the run (spec 3.6): entry i pools positions
+// (i+1)*ratio - slots .. (i+1)*ratio - 1, those before the sequence absent.
+void add_entries(CompressionPlan& plan, const Run& run, int rows, const CompressionSlots& slots) {
+  for (int i = run.start / plan.ratio; i < run.end() / plan.ratio; ++i) {
+    const int end = (i + 1) * plan.ratio;
+    for (int p = end - plan.slots; p < end; ++p) {
+      if (p < 0) {
+        plan.source.push_back(-1);
+      } else if (p >= run.start) {
+        plan.source.push_back(run.first_row + p - run.start);
+      } else {
+        plan.source.push_back(rows + slots.pending(p, plan));
+      }
+    }
+    plan.position.push_back(i * plan.ratio);
+  }
+}
+
 // Row at position t sees the entries i < floor((t+1) / ratio) of its sequence (spec 3.6).
 void add_visible(CompressionPlan& plan, const Run& run, const EntryBlocks& blocks) {
   EntryRanges& visible = plan.visible;
@@ -70,21 +73,10 @@ void add_visible(CompressionPlan& plan, const Run& run, const EntryBlocks& block
     int left = (t + 1) / plan.ratio;
     for (size_t b = 0; left > 0; ++b) {
       const int first = blocks.base[b], count = std::min(left, blocks.size);
-      if (visible.range.size() > begin && visible.range.back().last == first)
-        visible.range.back().last += count;
-      else
-        visible.range.push_back({first, first + count});
+      add_range(visible, begin, first, first + count);
       left -= count;
     }
     visible.begin.push_back(static_cast<int>(visible.range.size()));
-  }
-}
-
-void add_tokens(SequencePlan& plan, std::span<const int> tokens, int start, int document) {
-  for (size_t i = 0; i < tokens.size(); ++i) {
-    plan.token.push_back(tokens[i]);
-    plan.position.push_back(start + static_cast<int>(i));
-    plan.document.push_back(document);
   }
 }
 
@@ -104,20 +96,16 @@ void check_slots(const PlanShape& shape, const CacheShape& cache, const CacheSlo
   }
 }
 
-// Where one ratio of one cached sequence lives.
-struct CompressionSlots {
-  EntryBlocks entries;
-  int pending_base = 0;
-};
-
 // One ratio of one cached sequence: new entries, what its rows see, which rows stay pending afterwards.
 void add_cached_compression(CompressionPlan& plan, const Run& run, int rows, const CompressionSlots& slots) {
-  add_entries(plan, run, rows, slots.pending_base);
+  add_entries(plan, run, rows, slots);
   for (int i = run.start / plan.ratio; i < run.end() / plan.ratio; ++i) plan.slot.push_back(slots.entries.row(i));
   add_visible(plan, run, slots.entries);
-  for (int p = std::max(run.start, first_needed(plan, run.end())); p < run.end(); ++p) {
+  const int needed = first_needed(plan, run.end());
+  for (int p = run.start; p < run.end(); ++p) {
+    if (p < needed && !slots.with_page(p, plan.ratio)) continue;
     plan.pending_row.push_back(run.first_row + p - run.start);
-    plan.pending_slot.push_back(slots.pending_base + p % plan.slots);
+    plan.pending_slot.push_back(slots.pending(p, plan));
   }
 }
 
@@ -161,48 +149,22 @@ void check_pages(const PlanShape& shape, const PageShape& pages, const PagedRun&
   }
 }
 
-CompressionSlots paged_slots(const std::vector<int>& page, int positions, int ratio, int pending_base) {
-  CompressionSlots slots{{}, pending_base};
-  if (ratio == 0) return slots;
-  slots.entries.size = positions / ratio;
+CompressionSlots paged_slots(const std::vector<int>& page, int positions, const CompressionPlan& plan,
+                             int pending_base) {
+  CompressionSlots slots{{}, pending_base, {}, 0};
+  if (plan.ratio == 0) return slots;
+  slots.entries.size = positions / plan.ratio;
   for (int p : page) slots.entries.base.push_back(p * slots.entries.size);
+  if (plan.slots > plan.ratio) slots.page = page, slots.positions = positions;
   return slots;
 }
 
 }  // namespace
 
-SequencePlan plan_documents(const PlanShape& shape, const std::vector<std::vector<int>>& documents) {
-  check_shape(shape);
-  SequencePlan plan;
-  plan.csa = empty_compression(shape.csa_ratio, true);
-  plan.hca = empty_compression(shape.hca_ratio, false);
-  int rows = 0;
-  for (const auto& d : documents) rows += static_cast<int>(d.size());
-  for (size_t d = 0; d < documents.size(); ++d) {
-    const Run run{plan.rows(), 0, static_cast<int>(documents[d].size())};
-    add_tokens(plan, documents[d], 0, static_cast<int>(d));
-    for (int t = 0; t < run.count; ++t) {
-      for (int p = std::max(0, t - shape.window + 1); p <= t; ++p) plan.window.row.push_back(run.first_row + p);
-      plan.window.begin.push_back(static_cast<int>(plan.window.row.size()));
-    }
-    for (CompressionPlan* c : {&plan.csa, &plan.hca}) {
-      if (c->ratio == 0) continue;
-      const int base = c->new_entries();
-      add_entries(*c, run, rows, -1);
-      add_visible(*c, run, {std::numeric_limits<int>::max(), {base}});
-    }
-  }
-  plan.key_rows = rows;
-  plan.csa.entries = plan.csa.new_entries();
-  plan.hca.entries = plan.hca.new_entries();
-  for (int r = 0; r < rows; ++r) plan.wanted.push_back(r);
-  return plan;
-}
-
 SequencePlan plan_cached_step(const PlanShape& shape, const CacheShape& cache, const std::vector<CacheSlots>& slots,
                               const std::vector<int>& length, const std::vector<std::vector<int>>& tokens,
                               bool want_all) {
-  check_shape(shape);
+  check(shape);
   PLUMB_CHECK(slots.size() == tokens.size() && length.size() == tokens.size());
   SequencePlan plan = empty_step(shape, cache);
   int rows = 0;
@@ -214,8 +176,8 @@ SequencePlan plan_cached_step(const PlanShape& shape, const CacheShape& cache, c
     check_slots(shape, cache, s, run.start, run.count);
     add_tokens(plan, tokens[i], run.start, static_cast<int>(i));
     const auto key_slot = [&](int position) { return s.key_base + position % s.key_capacity; };
-    const CompressionSlots csa{{std::numeric_limits<int>::max(), {s.csa_base}}, s.csa_pending_base};
-    const CompressionSlots hca{{std::numeric_limits<int>::max(), {s.hca_base}}, s.hca_pending_base};
+    const CompressionSlots csa{{std::numeric_limits<int>::max(), {s.csa_base}}, s.csa_pending_base, {}, 0};
+    const CompressionSlots hca{{std::numeric_limits<int>::max(), {s.hca_base}}, s.hca_pending_base, {}, 0};
     add_cached_run(plan, shape, run, rows, want_all ? run.count : 1, key_slot, csa, hca);
   }
   return plan;
@@ -227,7 +189,7 @@ CacheShape cache_shape(const PlanShape& shape, const PageShape& pages) {
 }
 
 SequencePlan plan_paged_step(const PlanShape& shape, const PageShape& pages, const std::vector<PagedRun>& runs) {
-  check_shape(shape);
+  check(shape);
   for (int ratio : {shape.csa_ratio, shape.hca_ratio})
     PLUMB_CHECK(pages.positions > 0 && (ratio == 0 || pages.positions % ratio == 0));
   SequencePlan plan = empty_step(shape, cache_shape(shape, pages));
@@ -242,8 +204,8 @@ SequencePlan plan_paged_step(const PlanShape& shape, const PageShape& pages, con
     const int size = pages.positions;
     const auto key_slot = [&](int position) { return r.table->key_page[position / size] * size + position % size; };
     add_cached_run(plan, shape, run, rows, r.wanted, key_slot,
-                   paged_slots(r.table->entry_page, size, shape.csa_ratio, r.table->csa_pending_base),
-                   paged_slots(r.table->entry_page, size, shape.hca_ratio, r.table->hca_pending_base));
+                   paged_slots(r.table->entry_page, size, plan.csa, r.table->csa_pending_base),
+                   paged_slots(r.table->entry_page, size, plan.hca, r.table->hca_pending_base));
   }
   return plan;
 }

@@ -65,6 +65,18 @@ struct PlanShape {
 // give no entry. Zero-length documents are legal. All rows are wanted.
 SequencePlan plan_documents(const PlanShape& shape, const std::vector<std::vector<int>>& documents);
 
+// A stretch of tokens of a prefix tree. What a segment sees is its path: its ancestors from the root on, then itself.
+struct TreeSegment {
+  int parent = -1;          // an earlier segment that it continues; -1: it begins a tree
+  std::vector<int> tokens;  // may be empty
+  int document = 0;
+};
+// Prefix trees packed one after the other: a row has the window, the entries and the positions that it would have in
+// its path as a document of its own. An entry whose window straddles a branch point is made once in every branch; an
+// incomplete window at the end of a segment gives no entry there. All rows are wanted. plan_documents is the case
+// without parents.
+SequencePlan plan_trees(const PlanShape& shape, const std::vector<TreeSegment>& segments);
+
 // Where the rows of one growing sequence live in a cache: plain slots, one a position.
 //   key slot of position t      = key_base + t mod key_capacity
 //   entry slot of entry i       = {csa,hca}_base + i
@@ -89,7 +101,9 @@ SequencePlan plan_cached_step(const PlanShape& shape, const CacheShape& cache, c
 
 // The same over a paged cache. Page number i of a sequence holds what belongs to its positions [i*P, (i+1)*P), P a
 // multiple of both ratios: in a key page P window keys, in an entry page P/csa_ratio and P/hca_ratio entries. The two
-// are separate pools, because keys are given back once the window has passed and entries stay.
+// are separate pools, because keys are given back once the window has passed and entries stay. Where compression
+// windows overlap (CSA), what a page's successor needs of it, the pending rows of its last csa_ratio positions, belongs
+// to the entry page as well: whoever has the pages can go on from their end.
 struct PageShape {
   int positions = 0;                   // P
   int key_pages = 0, entry_pages = 0;  // pages of the cache over all sequences
@@ -99,7 +113,9 @@ CacheShape cache_shape(const PlanShape& shape, const PageShape& pages);
 struct PageTable {            // of one sequence
   std::vector<int> key_page;  // [pages] -1 = given back
   std::vector<int> entry_page;
-  int csa_pending_base = 0, hca_pending_base = 0;  // pending slots as in CacheSlots
+  // Pending slots as in CacheSlots, but for those that belong to entry page p: csa slots [p*csa_ratio,
+  // (p+1)*csa_ratio). csa_pending_base is behind those of all pages.
+  int csa_pending_base = 0, hca_pending_base = 0;
 };
 
 // The next tokens of one sequence whose first `length` tokens are in the cache. The last `wanted` rows are wanted.

@@ -13,7 +13,6 @@
 #include "kernels/grouped_linear/wide_parts.cuh"
 #include "kernels/hopper/tma.cuh"
 #include "kernels/hopper/wgmma_bf16.cuh"
-#include "kernels/hopper/wgmma_fp8.cuh"
 #include "kernels/launch.cuh"
 
 namespace plumb::kernels::grouped_linear {
@@ -229,20 +228,20 @@ __device__ __forceinline__ void multiply_tile(const M& m, float (&total)[2][64],
     } else {
       const uint64_t rows = tile_descriptor(m.start + slot * M::kRowBytes + owner * kPanelBytes);
       const uint64_t weights = tile_descriptor(m.start + M::kWeightStart + slot * M::kWeightBytes, kPanelBytes);
-      wgmma_fence();
+      product_fence();
 #pragma unroll
       for (int slab = 0; slab < kSlabs; ++slab)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           wgmma<kColumnsContracted, kRowsContracted>(total[slab], rows + slab * (2 * kPanelBytes / 16) + i * 2,
                                                      weights + i * 128, true);
-      wgmma_commit();
-      wgmma_wait<1>();
+      product_commit();
+      product_wait<1>();
       if (step != first) release(step - 1);
     }
   }
   if constexpr (kSlabs > 0) {
-    wgmma_wait<0>();
+    product_wait<0>();
     pin(total[0]);
     if constexpr (kSlabs == 2) pin(total[1]);
     release(step - 1);

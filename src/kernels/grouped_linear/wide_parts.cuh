@@ -2,7 +2,7 @@
 // map of its shared memory: start, kTileStart, queue_full(i), queue_empty(i), kOutputStart, kWarpOutputBytes.
 #pragma once
 #include "kernels/grouped_linear/problem.cuh"
-#include "kernels/hopper/mbarrier.cuh"
+#include "kernels/hopper/barrier.cuh"
 #include "kernels/hopper/shared_memory.cuh"
 
 namespace plumb::kernels::grouped_linear {

@@ -44,7 +44,7 @@ __device__ __forceinline__ size_t factor_word(int output, int q) {
 }
 
 // d += a b: 16 x 16 times 16 x 8.
-__device__ __forceinline__ void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+__device__ __forceinline__ void multiply(float* d, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                          uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
@@ -62,22 +62,18 @@ __device__ __forceinline__ const uint32_t* factor_of(const LowRank& l, int adapt
   return l.factor[adapter] + ((static_cast<size_t>(o.group) * (l.rank / 4) + j / 4) * o.n + o.first) * 4;
 }
 // This lane's pair of the four numbers from j on.
-__device__ __forceinline__ Split pair_of(const LowRank& l, int row, int j, int q) {
-  return split(__ldg(reinterpret_cast<const float2*>(l.t + static_cast<size_t>(row) * l.t_stride + j + q % 2 * 2)));
+__device__ __forceinline__ float2 own_pair(const LowRank& l, int row, int j, int q) {
+  return __ldg(reinterpret_cast<const float2*>(l.t + static_cast<size_t>(row) * l.t_stride + j + q % 2 * 2));
 }
 
-// Asks for what add_to_rows will read, long before: it then comes from L1 instead of from memory, whose latency no
-// product would hide at the end of a tile. All threads of a warpgroup; `row` is one of the thread's own.
-__device__ __forceinline__ void touch(const float* p) {
-  float unused;
-  asm volatile("ld.global.nc.f32 %0, [%1];" : "=f"(unused) : "l"(p));
-  static_cast<void>(unused);
-}
+// Asks for what add_to_rows will read, long before: at the end of a tile no product hides the memory's latency. All
+// threads of a warpgroup; `row` is one of the thread's own.
+__device__ __forceinline__ void touch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 __device__ __forceinline__ void prepare(const LowRank& l, const Outputs& o, int row, int thread) {
   const int adapter = l.adapter ? l.adapter[row] : 0;
   if (adapter < 0) return;
   for (int j = 0; j < l.rank; j += 4) {  // 128 outputs x 16 bytes; a row of T in steps of 16 bytes
-    touch(reinterpret_cast<const float*>(factor_of(l, adapter, o, j) + 4 * thread));
+    touch(factor_of(l, adapter, o, j) + 4 * thread);
     touch(l.t + static_cast<size_t>(row) * l.t_stride + j);
   }
 }
@@ -100,11 +96,13 @@ __device__ __forceinline__ void add_to_rows(float (&d)[kSlabs][64], int slabs, c
 #pragma unroll
       for (int s = 0; s < kSlabs; ++s) {
         if (s >= slabs) break;
-        const Split upper = pair_of(l, row[s][0], j, q), lower = pair_of(l, row[s][1], j, q);
+        const Split upper = split(own_pair(l, row[s][0], j, q)), lower = split(own_pair(l, row[s][1], j, q));
 #pragma unroll
         for (int i = 0; i < 16; ++i) {
-          const uint4& four = b[i / 4];
-          const uint32_t word = i % 4 == 0 ? four.x : i % 4 == 1 ? four.y : i % 4 == 2 ? four.z : four.w;
+          const uint32_t word = i % 4 == 0   ? b[i / 4].x
+                                : i % 4 == 1 ? b[i / 4].y
+                                : i % 4 == 2 ? b[i / 4].z
+                                             : b[i / 4].w;
           float c[4] = {d[s][4 * i], d[s][4 * i + 1], d[s][4 * i + 2], d[s][4 * i + 3]};
           multiply(c, upper.high, lower.high, upper.low, lower.low, word, word);
 #pragma unroll
@@ -139,7 +137,7 @@ __device__ __forceinline__ void add_to_columns(float (&d)[kSlabs][kTokens / 2], 
         a[i / 2][i % 2] = __ldg(factor + factor_word(i / 2 * 64 + warp * 16 + i % 2 * 8 + lane / 4, q));
 #pragma unroll
       for (int tokens = 0; tokens < kTokens / 8; ++tokens) {
-        const Split t = pair_of(l, first_row + min(tokens * 8 + lane / 4, rows - 1), j, q);
+        const Split t = split(own_pair(l, first_row + min(tokens * 8 + lane / 4, rows - 1), j, q));
 #pragma unroll
         for (int s = 0; s < kSlabs; ++s) {
           float* sum = &d[s][4 * tokens];

@@ -82,12 +82,12 @@ __device__ __forceinline__ void consume(uint32_t start, const Thin& p, Range ran
     barrier_wait(start + kBarrierStart + 8 * slot, count / kStages & 1);
     const uint64_t a = tile_descriptor(at + owner * kPanelBytes), b = tile_descriptor(at + kOperandBytes);
     const bool begins = step % kPartSteps == 0;
-    wgmma_fence();
+    product_fence();
 #pragma unroll
     for (int i = 0; i < kDepth / 16; ++i)
       wgmma<kColumnsContracted, kColumnsContracted>(partial, a + 2 * i, b + 2 * i, !begins || i > 0);
-    wgmma_commit();
-    wgmma_wait<0>();
+    product_commit();
+    product_wait<0>();
     pin(partial);
     barrier_arrive_if(lane == 0, start + kBarrierStart + 8 * (kStages + slot));
     if (step % kPartSteps == kPartSteps - 1 || step + 1 == range.last) {

@@ -14,12 +14,11 @@
 #pragma once
 #include <algorithm>
 
+#include "kernels/hopper/barrier.cuh"
 #include "kernels/hopper/cluster.cuh"
-#include "kernels/hopper/mbarrier.cuh"
 #include "kernels/hopper/shared_memory.cuh"
 #include "kernels/hopper/tma.cuh"
 #include "kernels/hopper/wgmma_bf16.cuh"
-#include "kernels/hopper/wgmma_fp8.cuh"
 #include "kernels/launch.cuh"
 
 namespace plumb::kernels::wide_product {
@@ -124,15 +123,15 @@ __device__ __forceinline__ void consume(uint32_t start, const Shape& s, int owne
       barrier_wait(full_barrier(start, slot), ring_parity<kStages>(step));
       const uint64_t a = tile_descriptor(at + owner * kPanelBytes), b = tile_descriptor(at + kRowBytes, kPanelBytes);
       constexpr int kStepA = kMajorA == kColumnsContracted ? 2 : 128, kStepB = kMajorB == kColumnsContracted ? 2 : 128;
-      wgmma_fence();
+      product_fence();
 #pragma unroll
       for (int i = 0; i < kDepth / 16; ++i)
         wgmma<kMajorA, kMajorB>(d, a + i * kStepA, b + i * kStepB, step != first || i > 0);
-      wgmma_commit();
-      wgmma_wait<1>();
+      product_commit();
+      product_wait<1>();
       if (step != first) release(step - 1);
     }
-    wgmma_wait<0>();
+    product_wait<0>();
     pin(d);
     release(step - 1);
     const Place place{first_row + warp * 16 + lane / 4, tile.column + 2 * (lane % 4), lane,

@@ -106,7 +106,7 @@ __device__ __forceinline__ void issue_values(float (&o)[2][64], const Weights& w
       else
         wgmma<kRowsContracted>(o[part], weights[step], v, true);
     }
-  wgmma_commit();
+  product_commit();
 }
 
 // Largest and sum of a lane's sixteen scores of one row: four independent chains, then a fixed tree.
@@ -192,7 +192,7 @@ __device__ __forceinline__ void consume(Shared& s, const SparseAttentionForward&
     float factor[2];
     softmax.move(to, factor);
     if (!first) rescale_rows(o, factor);
-    wgmma_fence();
+    product_fence();
     issue_values(o, shared_address(s.weights[other]), shared_address(s.keys[other][group]));
   };
 
@@ -221,10 +221,10 @@ __device__ __forceinline__ void consume(Shared& s, const SparseAttentionForward&
 #pragma unroll
           for (int half = 0; half < 2; ++half) there &= barrier_test(&s.keys_full[group][half], parity);
         } while (!there && !barrier_test(&s.weights_full[other], ((first_block + b - 1) >> 1) & 1));
-        scores_first = named_all(2 + group, 128, there);
+        scores_first = group_all(2 + group, 128, there);
         if (!scores_first) {
           add_block_of_other(first_block + b - 1, b == 1);
-          wgmma_wait<0>();
+          product_wait<0>();
           pin(o[0]), pin(o[1]);
           if (lane == 0) barrier_arrive(&s.keys_empty[other][group]);
         }
@@ -234,15 +234,15 @@ __device__ __forceinline__ void consume(Shared& s, const SparseAttentionForward&
       for (int half = 0; half < 2; ++half) {  // the second half may still be on its way
         if (first && half == 0) barrier_wait(&s.q_full, item_number & 1);
         barrier_wait(&s.keys_full[group][half], parity);
-        wgmma_fence();
+        product_fence();
         issue_scores(scores, q + half * kHalfBytes, shared_address(s.keys[group][half]), half == 0);
       }
-      wgmma_commit();
+      product_commit();
       if (b > 0 && scores_first) {
         add_block_of_other(first_block + b - 1, b == 1);
-        wgmma_wait<1>();
+        product_wait<1>();
       } else {
-        wgmma_wait<0>();
+        product_wait<0>();
       }
       pin(scores);
       if (b + 2 >= blocks && lane == 0) barrier_arrive(&s.q_empty);
@@ -270,29 +270,29 @@ __device__ __forceinline__ void consume(Shared& s, const SparseAttentionForward&
         softmax.rebase(half);
         softmax.sum[half] += reduce_row(scores, half, [](float x, float y) { return x + y; });
       }
-      wgmma_wait<0>();  // the other's block
+      product_wait<0>();  // the other's block
       pin(o[0]), pin(o[1]);
       if (b > 0 && scores_first && lane == 0) barrier_arrive(&s.keys_empty[other][group]);
       const uint32_t tile = shared_address(s.weights[group]);
 #pragma unroll
       for (int g = 0; g < 8; ++g) {
-        store_shared(tile + swizzled(row, g) + quad * 4, weights[g >> 1][2 * (g & 1)]);
-        store_shared(tile + swizzled(row + 8, g) + quad * 4, weights[g >> 1][2 * (g & 1) + 1]);
+        store_shared_4(tile + swizzled(row, g) + quad * 4, weights[g >> 1][2 * (g & 1)]);
+        store_shared_4(tile + swizzled(row + 8, g) + quad * 4, weights[g >> 1][2 * (g & 1) + 1]);
       }
       if (quad == 0) s.reference[group][row] = to[0], s.reference[group][row + 8] = to[1];
       async_proxy_fence();
       __syncwarp();
       if (lane == 0) barrier_arrive(&s.weights_full[group]);
       if (b > 0) rescale_rows(o, factor);
-      wgmma_fence();
+      product_fence();
       issue_values(o, weights, shared_address(s.keys[group][group]));
-      wgmma_wait<0>();
+      product_wait<0>();
       pin(o[0]), pin(o[1]);
       if (lane == 0) barrier_arrive(&s.keys_empty[group][group]);
     }
     if (((first_block + blocks - 1) & 1) == other) {  // the last block was the other's
       add_block_of_other(first_block + blocks - 1, blocks == 1);
-      wgmma_wait<0>();
+      product_wait<0>();
       pin(o[0]), pin(o[1]);
       if (lane == 0) barrier_arrive(&s.keys_empty[other][group]);
     }
@@ -307,7 +307,7 @@ __device__ __forceinline__ void consume(Shared& s, const SparseAttentionForward&
       sum += __shfl_xor_sync(~0u, sum, 2);
       if (quad == 0) sums[group][row + 8 * half] = sum;
     }
-    named_sync(1, kConsumers);
+    group_barrier(1, kConsumers);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int head = row + 8 * half;
@@ -347,10 +347,10 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
   __syncthreads();
   const int items = p.queries * (p.heads / kTileHeads);
   if (threadIdx.x >= kConsumers) {
-    registers_down<48>();
+    give_registers<48>();
     produce(s, p, items);
   } else {
-    registers_up<208>();
+    take_registers<208>();
     consume(s, p, items);
   }
 }

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "kernels/hopper/barrier.cuh"
 #include "kernels/hopper/copy.cuh"
 #include "kernels/hopper/wgmma_bf16.cuh"
 #include "kernels/sparse_attention/sparse_attention.h"
