@@ -35,9 +35,32 @@ int first_needed(const CompressionPlan& plan, int end) {
   return std::max(0, open - (plan.slots - plan.ratio));
 }
 
+// Where the entries of one sequence are stored: `size` of them in consecutive rows from base[0], the next ones from
+// base[1], and so on.
+struct EntryBlocks {
+  int size = std::numeric_limits<int>::max();
+  std::vector<int> base;
+  int row(int entry) const { return base[entry / size] + entry % size; }
+};
+
+// Where one ratio of one cached sequence lives.
+struct CompressionSlots {
+  EntryBlocks entries;
+  int pending_base = 0;
+  // Paged, if windows overlap: the rows of the last window of a page of `positions` lie with the page.
+  std::span<const int> page;
+  int positions = 0;
+
+  bool with_page(int position, int ratio) const { return positions > 0 && position % positions >= positions - ratio; }
+  int pending(int position, const CompressionPlan& plan) const {
+    if (with_page(position, plan.ratio)) return page[position / positions] * plan.ratio + position % plan.ratio;
+    return pending_base + position % plan.slots;
+  }
+};
+
 // The entries whose window is completed by a row of the run (spec 3.6): entry i pools positions
-// (i+1)*ratio - slots .. (i+1)*ratio - 1, those before the sequence absent. pending_base < 0: nothing is pending.
-void add_entries(CompressionPlan& plan, const Run& run, int rows, int pending_base) {
+// (i+1)*ratio - slots .. (i+1)*ratio - 1, those before the sequence absent. slots: nullptr = nothing is pending.
+void add_entries(CompressionPlan& plan, const Run& run, int rows, const CompressionSlots* slots) {
   for (int i = run.start / plan.ratio; i < run.end() / plan.ratio; ++i) {
     const int end = (i + 1) * plan.ratio;
     for (int p = end - plan.slots; p < end; ++p) {
@@ -46,21 +69,13 @@ void add_entries(CompressionPlan& plan, const Run& run, int rows, int pending_ba
       } else if (p >= run.start) {
         plan.source.push_back(run.first_row + p - run.start);
       } else {
-        PLUMB_CHECK(pending_base >= 0, "an entry needs rows of an earlier step, but nothing is pending");
-        plan.source.push_back(rows + pending_base + p % plan.slots);
+        PLUMB_CHECK(slots, "an entry needs rows of an earlier step, but nothing is pending");
+        plan.source.push_back(rows + slots->pending(p, plan));
       }
     }
     plan.position.push_back(i * plan.ratio);
   }
 }
-
-// Where the entries of one sequence are stored: `size` of them in consecutive rows from base[0], the next ones from
-// base[1], and so on.
-struct EntryBlocks {
-  int size = std::numeric_limits<int>::max();
-  std::vector<int> base;
-  int row(int entry) const { return base[entry / size] + entry % size; }
-};
 
 // Row at position t sees the entries i < floor((t+1) / ratio) of its sequence (spec 3.6).
 void add_visible(CompressionPlan& plan, const Run& run, const EntryBlocks& blocks) {
@@ -104,20 +119,16 @@ void check_slots(const PlanShape& shape, const CacheShape& cache, const CacheSlo
   }
 }
 
-// Where one ratio of one cached sequence lives.
-struct CompressionSlots {
-  EntryBlocks entries;
-  int pending_base = 0;
-};
-
 // One ratio of one cached sequence: new entries, what its rows see, which rows stay pending afterwards.
 void add_cached_compression(CompressionPlan& plan, const Run& run, int rows, const CompressionSlots& slots) {
-  add_entries(plan, run, rows, slots.pending_base);
+  add_entries(plan, run, rows, &slots);
   for (int i = run.start / plan.ratio; i < run.end() / plan.ratio; ++i) plan.slot.push_back(slots.entries.row(i));
   add_visible(plan, run, slots.entries);
-  for (int p = std::max(run.start, first_needed(plan, run.end())); p < run.end(); ++p) {
+  const int needed = first_needed(plan, run.end());
+  for (int p = run.start; p < run.end(); ++p) {
+    if (p < needed && !slots.with_page(p, plan.ratio)) continue;
     plan.pending_row.push_back(run.first_row + p - run.start);
-    plan.pending_slot.push_back(slots.pending_base + p % plan.slots);
+    plan.pending_slot.push_back(slots.pending(p, plan));
   }
 }
 
@@ -161,11 +172,13 @@ void check_pages(const PlanShape& shape, const PageShape& pages, const PagedRun&
   }
 }
 
-CompressionSlots paged_slots(const std::vector<int>& page, int positions, int ratio, int pending_base) {
-  CompressionSlots slots{{}, pending_base};
-  if (ratio == 0) return slots;
-  slots.entries.size = positions / ratio;
+CompressionSlots paged_slots(const std::vector<int>& page, int positions, const CompressionPlan& plan,
+                             int pending_base) {
+  CompressionSlots slots{{}, pending_base, {}, 0};
+  if (plan.ratio == 0) return slots;
+  slots.entries.size = positions / plan.ratio;
   for (int p : page) slots.entries.base.push_back(p * slots.entries.size);
+  if (plan.slots > plan.ratio) slots.page = page, slots.positions = positions;
   return slots;
 }
 
@@ -188,7 +201,7 @@ SequencePlan plan_documents(const PlanShape& shape, const std::vector<std::vecto
     for (CompressionPlan* c : {&plan.csa, &plan.hca}) {
       if (c->ratio == 0) continue;
       const int base = c->new_entries();
-      add_entries(*c, run, rows, -1);
+      add_entries(*c, run, rows, nullptr);
       add_visible(*c, run, {std::numeric_limits<int>::max(), {base}});
     }
   }
@@ -214,8 +227,8 @@ SequencePlan plan_cached_step(const PlanShape& shape, const CacheShape& cache, c
     check_slots(shape, cache, s, run.start, run.count);
     add_tokens(plan, tokens[i], run.start, static_cast<int>(i));
     const auto key_slot = [&](int position) { return s.key_base + position % s.key_capacity; };
-    const CompressionSlots csa{{std::numeric_limits<int>::max(), {s.csa_base}}, s.csa_pending_base};
-    const CompressionSlots hca{{std::numeric_limits<int>::max(), {s.hca_base}}, s.hca_pending_base};
+    const CompressionSlots csa{{std::numeric_limits<int>::max(), {s.csa_base}}, s.csa_pending_base, {}, 0};
+    const CompressionSlots hca{{std::numeric_limits<int>::max(), {s.hca_base}}, s.hca_pending_base, {}, 0};
     add_cached_run(plan, shape, run, rows, want_all ? run.count : 1, key_slot, csa, hca);
   }
   return plan;
@@ -242,8 +255,8 @@ SequencePlan plan_paged_step(const PlanShape& shape, const PageShape& pages, con
     const int size = pages.positions;
     const auto key_slot = [&](int position) { return r.table->key_page[position / size] * size + position % size; };
     add_cached_run(plan, shape, run, rows, r.wanted, key_slot,
-                   paged_slots(r.table->entry_page, size, shape.csa_ratio, r.table->csa_pending_base),
-                   paged_slots(r.table->entry_page, size, shape.hca_ratio, r.table->hca_pending_base));
+                   paged_slots(r.table->entry_page, size, plan.csa, r.table->csa_pending_base),
+                   paged_slots(r.table->entry_page, size, plan.hca, r.table->hca_pending_base));
   }
   return plan;
 }

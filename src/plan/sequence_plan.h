@@ -89,7 +89,9 @@ SequencePlan plan_cached_step(const PlanShape& shape, const CacheShape& cache, c
 
 // The same over a paged cache. Page number i of a sequence holds what belongs to its positions [i*P, (i+1)*P), P a
 // multiple of both ratios: in a key page P window keys, in an entry page P/csa_ratio and P/hca_ratio entries. The two
-// are separate pools, because keys are given back once the window has passed and entries stay.
+// are separate pools, because keys are given back once the window has passed and entries stay. Where compression
+// windows overlap (CSA), what a page's successor needs of it, the pending rows of its last csa_ratio positions, belongs
+// to the entry page as well: whoever has the pages can go on from their end.
 struct PageShape {
   int positions = 0;                   // P
   int key_pages = 0, entry_pages = 0;  // pages of the cache over all sequences
@@ -99,7 +101,9 @@ CacheShape cache_shape(const PlanShape& shape, const PageShape& pages);
 struct PageTable {            // of one sequence
   std::vector<int> key_page;  // [pages] -1 = given back
   std::vector<int> entry_page;
-  int csa_pending_base = 0, hca_pending_base = 0;  // pending slots as in CacheSlots
+  // Pending slots as in CacheSlots, but for those that belong to entry page p: csa slots [p*csa_ratio,
+  // (p+1)*csa_ratio). csa_pending_base is behind those of all pages.
+  int csa_pending_base = 0, hca_pending_base = 0;
 };
 
 // The next tokens of one sequence whose first `length` tokens are in the cache. The last `wanted` rows are wanted.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/error.h"
 #include "rollout/engine.h"
 
 namespace plumb {
@@ -11,7 +12,7 @@ namespace {
 EngineOptions engine_options(const ModelConfig& config, const std::vector<GenerationRequest>& requests,
                              const GenerateOptions& o) {
   const PlanShape shape = plan_shape(config);
-  const PagePools size{page_positions(shape), PagePool(0), PagePool(0)};
+  const int positions = page_positions(shape);
   int longest = 1;
   for (const GenerationRequest& r : requests) {
     const int64_t total = static_cast<int64_t>(r.prompt.size()) + r.sampling.max_tokens;
@@ -23,8 +24,8 @@ EngineOptions engine_options(const ModelConfig& config, const std::vector<Genera
   e.max_running = static_cast<int>(std::clamp<size_t>(requests.size(), 1, std::max(1, o.batch)));
   e.prefill_chunk = o.prefill_chunk;
   e.token_budget = e.max_running + 4 * o.prefill_chunk;
-  e.key_pages = e.max_running * most_key_pages(size, shape.window, o.prefill_chunk, longest);
-  e.entry_pages = e.max_running * size.pages(longest);
+  e.key_pages = e.max_running * most_key_pages(positions, shape.window, o.prefill_chunk, longest);
+  e.entry_pages = e.max_running * ((longest + positions - 1) / positions);
   return e;
 }
 
@@ -46,6 +47,7 @@ std::vector<Generation> generate(WeightStore& weights, const std::vector<Generat
   }
   while (!engine.idle())
     for (Event& e : engine.step()) {
+      if (e.finish == Finish::error) fail("engine", e.error);
       const size_t index = e.request - first;
       Generation& g = results[index];
       g.tokens.push_back(std::move(e.token));

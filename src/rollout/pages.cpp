@@ -31,39 +31,11 @@ void PagePool::give(int page) {
   free_.push_back(page);
 }
 
-int most_key_pages(const PagePools& pools, int window, int chunk, int total) {
+int most_key_pages(int positions, int window, int chunk, int total) {
   // A step looks at window - 1 + chunk positions in a row, which may begin at the last position of a page.
   const int span = window - 1 + chunk;
-  return std::min(pools.pages(total), pools.pages(span - 1) + 1);
-}
-
-bool grow(PageTable& table, int length, PagePools& pools) {
-  const int wanted = pools.pages(length), missing = wanted - static_cast<int>(table.entry_page.size());
-  if (missing > pools.keys.free() || missing > pools.entries.free()) return false;
-  for (int i = 0; i < missing; ++i) {
-    table.key_page.push_back(pools.keys.take());
-    table.entry_page.push_back(pools.entries.take());
-  }
-  return true;
-}
-
-void release_passed_keys(PageTable& table, int length, int window, PagePools& pools) {
-  const int passed = std::max(0, length - window + 1) / pools.positions;
-  for (int i = passed; i-- > 0 && table.key_page[i] >= 0;) {  // all before a given back page are given back
-    pools.keys.give(table.key_page[i]);
-    table.key_page[i] = -1;
-  }
-}
-
-int held_key_pages(const PageTable& table) {
-  return static_cast<int>(std::count_if(table.key_page.begin(), table.key_page.end(), [](int p) { return p >= 0; }));
-}
-
-void release_all(PageTable& table, PagePools& pools) {
-  for (int p : table.key_page)
-    if (p >= 0) pools.keys.give(p);
-  for (int p : table.entry_page) pools.entries.give(p);
-  table.key_page.clear(), table.entry_page.clear();
+  const auto pages = [&](int length) { return (length + positions - 1) / positions; };
+  return std::min(pages(total), pages(span - 1) + 1);
 }
 
 }  // namespace plumb

@@ -1,4 +1,4 @@
-// Pages of the key-value cache: which are free, and which a sequence holds. A page number belongs to all layers at
+// Pages of the key-value cache: which are free, and how many a sequence needs. A page number belongs to all layers at
 // once: page p of the key pool is rows [p*P, (p+1)*P) of every layer's window keys, page p of the entry pool the
 // entries (and index keys) of P positions in every layer that has some.
 #pragma once
@@ -34,14 +34,6 @@ struct PagePools {
 };
 
 // Key pages that a sequence of `total` positions holds at most, if no step has more than `chunk` of its rows.
-int most_key_pages(const PagePools& pools, int window, int chunk, int total);
-
-// Takes the pages for positions < length that the table lacks. false: there are too few, nothing was taken.
-bool grow(PageTable& table, int length, PagePools& pools);
-// Gives back the key pages that no row at position `length` or later looks at.
-void release_passed_keys(PageTable& table, int length, int window, PagePools& pools);
-int held_key_pages(const PageTable& table);
-// Gives everything back; the table is empty afterwards.
-void release_all(PageTable& table, PagePools& pools);
+int most_key_pages(int positions, int window, int chunk, int total);
 
 }  // namespace plumb

@@ -64,7 +64,7 @@ inline EngineOptions random_circumstances(const std::vector<Request>& work, cons
   for (const Request& r : work) {
     const int total = static_cast<int>(r.prompt.size()) + r.sampling.max_tokens;
     o.entry_pages = std::max(o.entry_pages, size.pages(total));
-    o.key_pages = std::max(o.key_pages, most_key_pages(size, shape.window, o.prefill_chunk, total));
+    o.key_pages = std::max(o.key_pages, most_key_pages(size.positions, shape.window, o.prefill_chunk, total));
   }
   o.entry_pages += static_cast<int>(g.below(5)), o.key_pages += static_cast<int>(g.below(5));
   return o;
