@@ -58,11 +58,11 @@ void refuse(const std::string& field, const std::string& what, const std::string
   throw e;
 }
 
-ApiError api_error(const Error& e, int status) {
+ApiError api_error(const Error& e, int status, const std::string& field) {
   ApiError out;
   out.status = status;
-  out.field = e.where();
-  out.message = e.what();
+  out.field = field.empty() ? e.where() : field;
+  out.message = out.field + std::string(e.what()).substr(e.where().size());
   return out;
 }
 

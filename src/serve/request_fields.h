@@ -16,8 +16,9 @@ namespace plumb::serve {
 
 // Throws ApiError. field: JSON path, may be empty; what: one sentence with the offending value; fix: what to send.
 [[noreturn]] void refuse(const std::string& field, const std::string& what, const std::string& fix, int status = 400);
-// An Error of the rooms below (chat format, engine) that a request caused: its `where` is the field.
-ApiError api_error(const Error& e, int status = 400);
+// An Error of the rooms below (chat format, engine) that a request caused: its `where` is the field, unless the client
+// knows it by another name.
+ApiError api_error(const Error& e, int status = 400, const std::string& field = "");
 
 // The body of a request: JSON text of an object.
 Json parse_body(std::string_view body);
