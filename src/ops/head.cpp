@@ -84,8 +84,15 @@ void for_chunks(const Tensor& hidden, const Linear& head, Body&& body) {
 Tensor head_logits(const Tensor& hidden, const Linear& head) { return linear(hidden, head); }
 
 float log_probability(const float* logits, int64_t vocab, int target) {
+  return log_probabilities(logits, vocab, {&target, 1})[0];
+}
+
+std::vector<float> log_probabilities(const float* logits, int64_t vocab, std::span<const int> targets) {
   const SoftmaxSum s = softmax_sum(logits, vocab);
-  return static_cast<float>(double{logits[target]} - s.highest - std::log(s.sum));
+  const double log_sum = std::log(s.sum);
+  std::vector<float> values;
+  for (const int t : targets) values.push_back(static_cast<float>(double{logits[t]} - s.highest - log_sum));
+  return values;
 }
 
 Tensor head_logprobs(const Tensor& hidden, const Linear& head, const std::vector<int>& target) {

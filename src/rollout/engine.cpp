@@ -1,12 +1,9 @@
 #include "rollout/engine.h"
 
 #include <algorithm>
-#include <cstring>
 #include <iterator>
 
 #include "base/error.h"
-#include "base/parallel.h"
-#include "ops/head.h"
 
 namespace plumb {
 namespace {
@@ -30,20 +27,20 @@ void check_request(const Request& r, const ModelConfig& c) {
   for (int t : r.prompt)
     if (t < 0 || t >= c.vocab_size)
       fail("prompt", "token " + number(t) + " is not in the vocabulary", "allowed: 0 to " + number(c.vocab_size - 1));
+  if (r.sampling.max_tokens == 0 && !r.prompt_logprobs && !r.routed_experts)
+    fail("max_tokens", "0 leaves nothing to do", "at least 1, or ask for prompt_logprobs or routed_experts");
+  if (r.prompt_top_logprobs < 0 || r.prompt_top_logprobs > 100)
+    fail("prompt_top_logprobs", number(r.prompt_top_logprobs) + " is out of range", "allowed: 0 to 100");
+  if (r.prompt_top_logprobs > 0 && !r.prompt_logprobs)
+    fail("prompt_top_logprobs", "needs prompt_logprobs", "ask for both");
+  for (const std::string& stop : r.stop_strings)
+    if (stop.empty()) fail("stop_strings", "one of them is empty", "give at least one character, or leave it out");
   const int64_t longest = static_cast<int64_t>(r.prompt.size()) + r.sampling.max_tokens;
   if (longest > c.max_position_embeddings)
     fail("max_tokens",
          "prompt and answer may reach " + number(longest) + " tokens, more than the model's " +
              number(c.max_position_embeddings),
          "shorten one of them");
-}
-
-// Rows of `from` copied into a tensor of their own.
-Tensor copy_rows(const Tensor& from, const std::vector<int>& rows) {
-  const Tensor to = Tensor::empty({static_cast<int64_t>(rows.size()), from.size(1)});
-  for (size_t i = 0; i < rows.size(); ++i)
-    std::memcpy(to.f32() + i * to.size(1), from.f32() + rows[i] * to.size(1), to.size(1) * sizeof(float));
-  return to;
 }
 
 }  // namespace
@@ -68,16 +65,18 @@ RequestId Engine::submit(Request request) {
       most_key_pages(pools_, shape_.window, options_.prefill_chunk, longest) > pools_.keys.total())
     fail("max_tokens", "prompt and answer may reach " + number(longest) + " tokens, more than the cache holds",
          "shorten one of them, or give the engine more pages");
+  if (!request.stop_strings.empty() && !options_.tokenizer)
+    fail("stop_strings", "need a tokenizer, and this engine has none", "use stop_tokens");
   Sequence s;
-  s.id = next_id_++;
   if (!request.adapter.empty()) {
     if (!registry_) fail("adapter", "'" + request.adapter + "' is not loaded", "this engine has no adapters");
     s.adapter = request.adapter_version ? registry_->version(request.adapter, *request.adapter_version)
                                         : registry_->newest(request.adapter);
   }
   s.tokens = request.prompt;
+  s.text = AnswerText(request.stop_strings);
   s.request = std::move(request);
-  const RequestId id = s.id;
+  const RequestId id = s.id = next_id_++;
   waiting_.emplace(Order{s.request.priority, id}, std::move(s));
   return id;
 }
@@ -109,22 +108,44 @@ std::vector<Event> Engine::step() {
   admit();
   schedule();
   if (running_.empty()) return {};
-  SequencePlan plan = make_plan();
-  if (options_.edit_plan) options_.edit_plan(plan);
-  const AdapterBatch adapters = adapters_of_rows();
-  Taps taps;
-  taps.choices_only = true;
-  ForwardOptions o;
-  o.numerics = options_.numerics;
-  o.adapters = adapters.parts.empty() ? nullptr : &adapters;
-  o.cache = &cache_;
-  const bool routed = std::any_of(running_.begin(), running_.end(),
-                                  [](const auto& s) { return s.second.rows > 0 && s.second.request.routed_experts; });
-  if (routed) o.taps = &taps;
-  const Tensor hidden = forward(weights_, plan, o).hidden;
-  ++steps_, rows_ += plan.rows();
-  if (routed) keep_routed(taps);
-  return take_results(hidden);
+  try {
+    SequencePlan plan = make_plan();
+    if (options_.edit_plan) options_.edit_plan(plan);
+    const AdapterBatch adapters = adapters_of_rows();
+    Taps taps;
+    taps.choices_only = true;
+    ForwardOptions o;
+    o.numerics = options_.numerics;
+    o.adapters = adapters.parts.empty() ? nullptr : &adapters;
+    o.cache = &cache_;
+    const bool routed = std::any_of(running_.begin(), running_.end(),
+                                    [](const auto& s) { return s.second.rows > 0 && s.second.request.routed_experts; });
+    if (routed) o.taps = &taps;
+    const Tensor hidden = forward(weights_, plan, o).hidden;
+    ++steps_, rows_ += plan.rows();
+    if (routed) keep_routed(taps);
+    return take_results(hidden);
+  } catch (const std::exception& e) {
+    return fail_step(e.what());
+  }
+}
+
+// Whose fault it was is not known, so all requests that had rows in the step end. What they had written into the cache
+// goes with them.
+std::vector<Event> Engine::fail_step(const std::string& error) {
+  std::vector<Event> events;
+  for (auto it = running_.begin(); it != running_.end();) {
+    Sequence& s = it->second;
+    if (s.rows == 0) {
+      ++it;
+      continue;
+    }
+    Event& e = events.emplace_back();
+    e.request = s.id, e.token.id = -1, e.finish = Finish::error, e.error = error;
+    release(s);
+    it = running_.erase(it);
+  }
+  return events;
 }
 
 // Moves waiting requests into the cache, in order, while there is room for all of their tokens beside what those in the
@@ -243,81 +264,6 @@ void Engine::keep_routed(const Taps& taps) {
       }
     first += s.rows;
   }
-}
-
-// hidden [wanted rows of all sequences, in order, d] -> prompt log-probabilities kept, next tokens sampled, finished
-// sequences gone.
-std::vector<Event> Engine::take_results(const Tensor& hidden) {
-  std::vector<int> known_rows, target, sampled_rows;
-  std::vector<Sequence*> known_of, sampled_of;
-  int at = 0;
-  for (auto& [order, s] : running_) {
-    const int wanted = wanted_rows(s), end = s.length + s.rows;
-    for (int t = end - wanted; t < end; ++t, ++at) {
-      if (s.samples() && t + 1 == end) {
-        sampled_rows.push_back(at), sampled_of.push_back(&s);
-      } else {
-        known_rows.push_back(at), known_of.push_back(&s);
-        target.push_back(s.tokens[t + 1]);
-      }
-    }
-  }
-  const Linear& head = weights_.outer().head;
-  if (!known_rows.empty()) {
-    const Tensor logprobs = ops::head_logprobs(copy_rows(hidden, known_rows), head, target);
-    for (size_t i = 0; i < known_of.size(); ++i) known_of[i]->prompt_logprobs.push_back(logprobs.f32()[i]);
-  }
-  std::vector<GeneratedToken> sampled(sampled_rows.size());
-  if (!sampled.empty()) {
-    const Tensor logits = ops::head_logits(copy_rows(hidden, sampled_rows), head);
-    const size_t vocab = static_cast<size_t>(logits.size(1));
-    parallel_for(logits.size(0), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const Request& r = sampled_of[i]->request;
-        sampled[i] = sample_token({logits.f32() + i * logits.size(1), vocab}, r.sampling, r.key, sampled_of[i]->tokens,
-                                  r.prompt.size());
-      }
-    });
-  }
-
-  std::vector<Event> events;
-  size_t next = 0;
-  for (auto it = running_.begin(); it != running_.end();) {
-    Sequence& s = it->second;
-    const bool samples = s.samples();
-    s.length += s.rows, s.computed = std::max(s.computed, s.length), s.rows = 0;
-    if (samples) {
-      events.push_back(take_token(s, std::move(sampled[next++])));
-      if (events.back().finish != Finish::none) {
-        release(s);
-        it = running_.erase(it);
-        continue;
-      }
-    }
-    release_passed_keys(s.table, s.length, shape_.window, pools_);
-    ++it;
-  }
-  return events;
-}
-
-Event Engine::take_token(Sequence& s, GeneratedToken token) {
-  const SamplingParams& p = s.request.sampling;
-  const size_t prompt = s.request.prompt.size();
-  Event e;
-  e.request = s.id;
-  e.token = std::move(token);
-  if (!s.spans.empty()) e.token.adapter_version = s.spans.back().adapter->version;
-  if (s.tokens.size() == prompt) e.prompt_logprobs = std::move(s.prompt_logprobs);
-  s.tokens.push_back(e.token.id);
-  if (std::count(p.stop_tokens.begin(), p.stop_tokens.end(), e.token.id) > 0)
-    e.finish = Finish::stop;
-  else if (s.tokens.size() - prompt >= static_cast<size_t>(p.max_tokens))
-    e.finish = Finish::length;
-  if (e.finish != Finish::none && s.request.routed_experts) {
-    const ModelConfig& c = weights_.config();
-    e.routed = Tensor::of(s.routed, {s.computed, c.num_hidden_layers, c.num_experts_per_tok});
-  }
-  return e;
 }
 
 }  // namespace plumb

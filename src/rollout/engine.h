@@ -17,12 +17,15 @@
 #include "rollout/adapters.h"
 #include "rollout/pages.h"
 #include "rollout/sampler.h"
+#include "rollout/stop_strings.h"
 #include "tokenizer/tokenizer.h"
 
 namespace plumb {
 
 using RequestId = uint64_t;
 
+// With sampling.max_tokens = 0 the prompt is read and nothing is made; it must ask for prompt_logprobs or
+// routed_experts.
 struct Request {
   std::vector<int> prompt;  // at least one token
   SamplingParams sampling;
@@ -32,24 +35,29 @@ struct Request {
   std::vector<std::string> stop_strings;   // end the answer; need EngineOptions::tokenizer
   int priority = 0;                        // higher ones first; equal ones in order of arrival
   bool prompt_logprobs = false;
+  int prompt_top_logprobs = 0;  // most likely tokens to record with each of the prompt_logprobs
   bool routed_experts = false;
 };
 
-enum class Finish { none, stop, length };
+// error: the step in which the request was failed (Event::error); the engine goes on.
+enum class Finish { none, stop, length, error };
 
 struct Event {  // one sampled token
   RequestId request = 0;
+  // id -1: none, the event only tells the end (max_tokens = 0, or an error).
   GeneratedToken token;
-  Finish finish = Finish::none;  // not none: the last token of the request
+  Finish finish = Finish::none;  // not none: the last event of the request
   // What the token adds to the text of the answer, maybe part of a character; cut where a stop string begins, and a
   // token comes only when none of its text can belong to a stop string any more. Empty for stop tokens and without
   // EngineOptions::tokenizer. Control tokens have their spelling.
   std::string text;
   std::string stop_string;             // the one that ended the request; empty if something else did
-  std::vector<float> prompt_logprobs;  // on request, with the first token: [prompt - 1], of prompt tokens 1, 2, ...
-  // On request, with the last token: i32 [prompt + answer - 1, layers, experts of a token]. The last token has been
-  // through no layer.
+  std::vector<float> prompt_logprobs;  // on request, with the first event: [prompt - 1], of prompt tokens 1, 2, ...
+  std::vector<std::vector<TokenLogprob>> prompt_top;  // on request, with the first event: [prompt - 1]
+  // On request, with the last event: i32 [rows, layers, experts of a token], rows = prompt + answer - 1, as the last
+  // token has been through no layer; rows = prompt if max_tokens is 0.
   Tensor routed;
+  std::string error;  // with Finish::error: what was thrown
 };
 
 struct EngineOptions {
@@ -105,7 +113,12 @@ class Engine {
     std::vector<AdapterSpan> spans;  // of the computed rows
     std::vector<float> prompt_logprobs;
     std::vector<int32_t> routed;
-    bool samples() const { return rows > 0 && length + rows == static_cast<int>(tokens.size()); }
+    std::vector<std::vector<TokenLogprob>> prompt_top;
+    AnswerText text;
+    bool told = false;  // an event of it has been returned
+    // Whether this step reaches the end of the known tokens: the next one is made, or nothing is left to do.
+    bool reaches_end() const { return rows > 0 && length + rows == static_cast<int>(tokens.size()); }
+    bool samples() const { return reaches_end() && request.sampling.max_tokens > 0; }
   };
   // Place in the order of the engine: by falling priority, then by arrival.
   struct Order {
@@ -124,7 +137,12 @@ class Engine {
   AdapterBatch adapters_of_rows();
   void keep_routed(const Taps& taps);
   std::vector<Event> take_results(const Tensor& hidden);
-  Event take_token(Sequence& s, GeneratedToken token);
+  void take_prompt_logprobs(const Tensor& hidden, const std::vector<Sequence*>& of, const std::vector<int>& target);
+  std::vector<GeneratedToken> sample(const Tensor& hidden, const std::vector<Sequence*>& of) const;
+  void take_token(Sequence& s, GeneratedToken token, std::vector<Event>& events);
+  void end(Sequence& s, Finish finish, std::vector<Event>& events);
+  void tell(Sequence& s, TextToken token, std::vector<Event>& events);
+  std::vector<Event> fail_step(const std::string& error);
 
   WeightStore& weights_;
   EngineOptions options_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "base/error.h"
 #include "rollout/engine.h"
 
 namespace plumb {
@@ -46,6 +47,7 @@ std::vector<Generation> generate(WeightStore& weights, const std::vector<Generat
   }
   while (!engine.idle())
     for (Event& e : engine.step()) {
+      if (e.finish == Finish::error) fail("engine", e.error);
       const size_t index = e.request - first;
       Generation& g = results[index];
       g.tokens.push_back(std::move(e.token));

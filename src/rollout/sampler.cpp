@@ -22,7 +22,7 @@ void check(const SamplingParams& p, int vocab) {
       throw UsageError(name, "token " + std::to_string(id) + " is not in the vocabulary",
                        vocab > 0 ? "allowed: 0 to " + std::to_string(vocab - 1) : "token ids are 0 or more");
   };
-  range("max_tokens", p.max_tokens >= 1, std::to_string(p.max_tokens), "1 or more");
+  range("max_tokens", p.max_tokens >= 0, std::to_string(p.max_tokens), "0 or more");
   range("min_tokens", p.min_tokens >= 0 && p.min_tokens <= p.max_tokens, std::to_string(p.min_tokens),
         "0 to max_tokens");
   range("temperature", p.temperature >= 0 && p.temperature <= 100, std::to_string(p.temperature),
@@ -59,67 +59,125 @@ void adjust_logits(std::span<float> logits, const SamplingParams& p, std::span<c
 
 namespace {
 
-// All token ids: the `keep` with the largest logits first, in order (ties: lower id), then the others.
-std::vector<int> best_first(std::span<const float> logits, size_t keep) {
-  std::vector<int> order(logits.size());
-  std::iota(order.begin(), order.end(), 0);
-  if (keep > 0)
-    std::partial_sort(order.begin(), order.begin() + static_cast<ptrdiff_t>(keep), order.end(),
-                      [&](int a, int b) { return logits[a] != logits[b] ? logits[a] > logits[b] : a < b; });
-  return order;
+// Whether token a comes before token b among the most likely ones.
+struct Before {
+  const float* logits;
+  bool operator()(int a, int b) const { return logits[a] != logits[b] ? logits[a] > logits[b] : a < b; }
+};
+
+// The `count` most likely tokens, in order: those that could be among them in a heap, so that most of the vocabulary is
+// looked at once.
+std::vector<int> most_likely(std::span<const float> logits, size_t count) {
+  count = std::min(count, logits.size());
+  const Before before{logits.data()};
+  std::vector<int> best(count);
+  std::iota(best.begin(), best.end(), 0);
+  std::make_heap(best.begin(), best.end(), before);  // the least likely one in front
+  for (size_t v = count; count > 0 && v < logits.size(); ++v) {
+    if (!before(static_cast<int>(v), best.front())) continue;
+    std::pop_heap(best.begin(), best.end(), before);
+    best.back() = static_cast<int>(v);
+    std::push_heap(best.begin(), best.end(), before);
+  }
+  std::sort_heap(best.begin(), best.end(), before);
+  return best;
 }
 
-int pick(std::span<const float> logits, const SamplingParams& p, uint64_t sequence, size_t position) {
-  const int best = static_cast<int>(std::max_element(logits.begin(), logits.end()) - logits.begin());  // ties: lower id
-  if (p.temperature == 0) return best;
-  size_t keep = p.top_k > 0 ? std::min<size_t>(p.top_k, logits.size()) : logits.size();
-  const bool sorted = keep < logits.size() || p.top_p < 1;
-  const std::vector<int> order = best_first(logits, sorted ? keep : 0);
-  std::vector<double> weight(keep);
+// What is drawn from: tokens and their weights, which add up to `total`.
+struct Candidates {
+  std::vector<int> id;  // by falling probability if truncated; otherwise the whole vocabulary in order
+  std::vector<double> weight;
   double total = 0;
-  for (size_t i = 0; i < keep; ++i) {
-    weight[i] = std::exp((static_cast<double>(logits[order[i]]) - logits[best]) / p.temperature);
-    if (weight[i] < p.min_p) weight[i] = 0;  // relative to the most likely token, whose weight is 1
-    total += weight[i];
-  }
-  if (p.top_p < 1) {
+  bool truncated = false;
+};
+
+// Keeps the most likely tokens that have the share top_p of the weight together. Few of them usually do, so they are
+// sought in growing numbers.
+void keep_top_p(Candidates& c, std::span<const float> logits, float top_p) {
+  const double wanted = top_p * c.total;
+  std::vector<double> weight_of(logits.size());
+  for (size_t i = 0; i < c.id.size(); ++i) weight_of[c.id[i]] = c.weight[i];
+  for (size_t count = std::min<size_t>(256, c.id.size());; count = std::min(4 * count, c.id.size())) {
+    const std::vector<int> best = c.truncated ? c.id : most_likely(logits, count);
     double sum = 0;
-    const double wanted = p.top_p * total;
-    for (size_t i = 0; i < keep; ++i)
-      if ((sum += weight[i]) >= wanted) {
-        keep = i + 1, total = sum;
-        break;
-      }
+    size_t kept = 0;
+    while (kept < best.size() && sum < wanted) sum += weight_of[best[kept++]];
+    if (sum < wanted && best.size() < c.id.size()) continue;
+    c.id.assign(best.begin(), best.begin() + static_cast<ptrdiff_t>(kept));
+    c.weight.resize(kept), c.total = sum, c.truncated = true;
+    for (size_t i = 0; i < kept; ++i) c.weight[i] = weight_of[c.id[i]];
+    return;
   }
+}
+
+// temperature > 0. logits as adjusted; best: the most likely token.
+Candidates candidates(std::span<const float> logits, const SamplingParams& p, int best) {
+  Candidates c;
+  c.truncated = p.top_k > 0 && static_cast<size_t>(p.top_k) < logits.size();
+  if (c.truncated) {
+    c.id = most_likely(logits, p.top_k);
+  } else {
+    c.id.resize(logits.size());
+    std::iota(c.id.begin(), c.id.end(), 0);
+  }
+  for (const int id : c.id) {
+    double w = std::exp((static_cast<double>(logits[id]) - logits[best]) / p.temperature);
+    if (w < p.min_p) w = 0;  // relative to the most likely token, whose weight is 1
+    c.weight.push_back(w), c.total += w;
+  }
+  if (p.top_p < 1) keep_top_p(c, logits, p.top_p);
+  return c;
+}
+
+int draw(const Candidates& c, const SamplingParams& p, uint64_t sequence, size_t position) {
   const auto bits = philox(p.seed, sequence, position);
-  const double u = (static_cast<double>(bits[0]) * 0x1p32 + bits[1] + 0.5) * 0x1p-64 * total;
+  const double u = (static_cast<double>(bits[0]) * 0x1p32 + bits[1] + 0.5) * 0x1p-64 * c.total;
   double sum = 0;
   size_t last = 0;
-  for (size_t i = 0; i < keep; ++i) {
-    if (weight[i] == 0) continue;
+  for (size_t i = 0; i < c.id.size(); ++i) {
+    if (c.weight[i] == 0) continue;
     last = i;
-    if ((sum += weight[i]) > u) break;
+    if ((sum += c.weight[i]) > u) break;
   }
-  return order[last];
+  return c.id[last];
+}
+
+// The logits, in place, of the distribution that is drawn from: divided by the temperature, minus infinity for tokens
+// that cannot be drawn.
+void restrict_logits(std::span<float> logits, const Candidates& c, float temperature) {
+  std::vector<char> possible(logits.size());
+  for (size_t i = 0; i < c.id.size(); ++i) possible[c.id[i]] = c.weight[i] > 0;
+  for (size_t v = 0; v < logits.size(); ++v)
+    logits[v] = possible[v] ? logits[v] / temperature : -std::numeric_limits<float>::infinity();
 }
 
 }  // namespace
 
+std::vector<TokenLogprob> top_logprobs(std::span<const float> logits, int count) {
+  if (count <= 0) return {};
+  const std::vector<int> ids = most_likely(logits, static_cast<size_t>(count));
+  const std::vector<float> values = ops::log_probabilities(logits.data(), static_cast<int64_t>(logits.size()), ids);
+  std::vector<TokenLogprob> top;
+  for (size_t i = 0; i < ids.size(); ++i) top.push_back({ids[i], values[i]});
+  return top;
+}
+
 GeneratedToken sample_token(std::span<const float> logits, const SamplingParams& p, uint64_t sequence,
                             std::span<const int> tokens, size_t prompt) {
-  const auto logprob = [&](int id) {
-    return ops::log_probability(logits.data(), static_cast<int64_t>(logits.size()), id);
-  };
   std::vector<float> adjusted(logits.begin(), logits.end());
   adjust_logits(adjusted, p, tokens, prompt);
+  const auto highest = std::max_element(adjusted.begin(), adjusted.end());  // ties: lower id
+  Candidates c{{static_cast<int>(highest - adjusted.begin())}, {1.0}, 1.0, true};
+  if (p.temperature > 0) c = candidates(adjusted, p, c.id[0]);
   GeneratedToken token;
-  token.id = pick(adjusted, p, sequence, tokens.size());
-  token.logprob = logprob(token.id);
-  if (p.top_logprobs > 0) {
-    const size_t count = std::min<size_t>(p.top_logprobs, logits.size());
-    const std::vector<int> order = best_first(logits, count);
-    for (size_t i = 0; i < count; ++i) token.top.push_back({order[i], logprob(order[i])});
+  token.id = p.temperature > 0 ? draw(c, p, sequence, tokens.size()) : c.id[0];
+  if (p.processed_logprobs) {
+    restrict_logits(adjusted, c, p.temperature > 0 ? p.temperature : 1.0f);
+    logits = adjusted;
   }
+  token.logprob = ops::log_probability(logits.data(), static_cast<int64_t>(logits.size()), token.id);
+  token.top = top_logprobs(logits, p.top_logprobs);
+  std::erase_if(token.top, [](const TokenLogprob& t) { return t.logprob == -std::numeric_limits<float>::infinity(); });
   return token;
 }
 

@@ -8,8 +8,8 @@
 namespace plumb {
 
 struct SamplingParams {
-  int max_tokens = 256;
-  int min_tokens = 0;     // before so many tokens are made, no stop token is
+  int max_tokens = 256;   // 0: only the prompt is read, see Request
+  int min_tokens = 0;     // before so many tokens are made, no stop token is, and no stop string ends the answer
   float temperature = 1;  // 0 = greedy
   float top_p = 1;
   int top_k = 0;  // 0 = all
@@ -21,6 +21,9 @@ struct SamplingParams {
   float presence_penalty = 0;    // subtracted once if the answer has the token
   float frequency_penalty = 0;   // subtracted as often as the answer has it
   int top_logprobs = 0;          // most likely tokens to record with each token
+  // Record the log-probabilities of the distribution that is drawn from, i.e. after bias, penalties, temperature and
+  // truncation, instead of the model's own. Greedy: 0 for the token, as nothing else could have been.
+  bool processed_logprobs = false;
 };
 // UsageError that names the option and its range; token ids are checked if the vocabulary is known (> 0).
 void check(const SamplingParams& p, int vocab = 0);
@@ -30,11 +33,12 @@ struct TokenLogprob {
   float logprob;
   bool operator==(const TokenLogprob&) const = default;
 };
-// Log-probabilities are the model's own: temperature 1, before bias, penalties and truncation.
+// Log-probabilities are the model's own: temperature 1, before bias, penalties and truncation; or else those that
+// SamplingParams::processed_logprobs asks for.
 struct GeneratedToken {
   int id = 0;
   float logprob = 0;
-  std::vector<TokenLogprob> top;  // [top_logprobs] most likely first, ties: lower id
+  std::vector<TokenLogprob> top;  // [top_logprobs] most likely first, ties: lower id; processed: only possible tokens
   int64_t adapter_version = 0;    // of the adapter that made it; 0 = base model
   bool operator==(const GeneratedToken&) const = default;
 };
@@ -42,6 +46,10 @@ struct GeneratedToken {
 // The logits [vocab] as sampling sees them, in place: bias, then repetition, frequency and presence penalty, then stop
 // tokens excluded while the answer is shorter than min_tokens. tokens: prompt, then the answer so far.
 void adjust_logits(std::span<float> logits, const SamplingParams& p, std::span<const int> tokens, size_t prompt);
+
+// The `count` most likely tokens of logits [vocab], most likely first, ties: lower id. One selection and one pass for
+// the sum of the softmax, whatever the count.
+std::vector<TokenLogprob> top_logprobs(std::span<const float> logits, int count);
 
 // Picks a token among the most likely ones (top-k, then min-p, then top-p at the temperature). logits [vocab]; tokens:
 // prompt, then the answer so far. The random number depends on (seed, sequence, number of tokens) alone, so on nothing

@@ -1,0 +1,140 @@
+// What becomes of the hidden rows of a step: log-probabilities of prompts, next tokens, events.
+#include <algorithm>
+#include <cstring>
+
+#include "base/parallel.h"
+#include "ops/head.h"
+#include "rollout/engine.h"
+
+namespace plumb {
+namespace {
+
+constexpr int kTopRows = 32;  // rows whose logits exist at a time when top log-probabilities of a prompt are taken
+
+// Rows of `from` copied into a tensor of their own.
+Tensor copy_rows(const Tensor& from, const std::vector<int>& rows) {
+  const Tensor to = Tensor::empty({static_cast<int64_t>(rows.size()), from.size(1)});
+  for (size_t i = 0; i < rows.size(); ++i)
+    std::memcpy(to.f32() + i * to.size(1), from.f32() + rows[i] * to.size(1), to.size(1) * sizeof(float));
+  return to;
+}
+
+std::span<const float> row_of(const Tensor& logits, int64_t row) {
+  return {logits.f32() + row * logits.size(1), static_cast<size_t>(logits.size(1))};
+}
+
+}  // namespace
+
+// hidden [wanted rows of all sequences, in order, d] -> prompt log-probabilities kept, next tokens sampled, finished
+// sequences gone.
+std::vector<Event> Engine::take_results(const Tensor& hidden) {
+  std::vector<int> known_rows, target, sampled_rows;
+  std::vector<Sequence*> known_of, sampled_of;
+  int at = 0;
+  for (auto& [order, s] : running_) {
+    const int wanted = wanted_rows(s), end = s.length + s.rows;
+    for (int t = end - wanted; t < end; ++t, ++at) {
+      if (t + 1 < static_cast<int>(s.tokens.size())) {
+        known_rows.push_back(at), known_of.push_back(&s);
+        target.push_back(s.tokens[t + 1]);
+      } else if (s.samples()) {
+        sampled_rows.push_back(at), sampled_of.push_back(&s);
+      }
+    }
+  }
+  if (!known_rows.empty()) take_prompt_logprobs(copy_rows(hidden, known_rows), known_of, target);
+  std::vector<GeneratedToken> sampled;
+  if (!sampled_rows.empty()) sampled = sample(copy_rows(hidden, sampled_rows), sampled_of);
+
+  std::vector<Event> events;
+  size_t next = 0;
+  for (auto it = running_.begin(); it != running_.end();) {
+    Sequence& s = it->second;
+    const bool samples = s.samples(), nothing_left = s.reaches_end() && !samples;
+    s.length += s.rows, s.computed = std::max(s.computed, s.length), s.rows = 0;
+    if (samples) take_token(s, std::move(sampled[next++]), events);
+    if (nothing_left) {
+      GeneratedToken none;
+      none.id = -1;
+      tell(s, {none, ""}, events);
+      end(s, Finish::length, events);
+    }
+    if (!events.empty() && events.back().request == s.id && events.back().finish != Finish::none) {
+      release(s);
+      it = running_.erase(it);
+      continue;
+    }
+    release_passed_keys(s.table, s.length, shape_.window, pools_);
+    ++it;
+  }
+  return events;
+}
+
+// hidden [rows, d]: row i, of sequence of[i], predicts target[i].
+void Engine::take_prompt_logprobs(const Tensor& hidden, const std::vector<Sequence*>& of,
+                                  const std::vector<int>& target) {
+  const Linear& head = weights_.outer().head;
+  const Tensor logprobs = ops::head_logprobs(hidden, head, target);
+  for (size_t i = 0; i < of.size(); ++i) of[i]->prompt_logprobs.push_back(logprobs.f32()[i]);
+  const auto wants_top = [](const Sequence* s) { return s->request.prompt_top_logprobs > 0; };
+  if (std::none_of(of.begin(), of.end(), wants_top)) return;
+  const int rows = static_cast<int>(of.size());
+  for (int first = 0; first < rows; first += kTopRows) {
+    const int last = std::min(rows, first + kTopRows);
+    const Tensor logits = ops::head_logits(hidden.rows(first, last), head);
+    for (int i = first; i < last; ++i)
+      if (wants_top(of[i]))
+        of[i]->prompt_top.push_back(top_logprobs(row_of(logits, i - first), of[i]->request.prompt_top_logprobs));
+  }
+}
+
+// hidden [rows, d]: the newest row of each sequence in `of`.
+std::vector<GeneratedToken> Engine::sample(const Tensor& hidden, const std::vector<Sequence*>& of) const {
+  std::vector<GeneratedToken> sampled(of.size());
+  const Tensor logits = ops::head_logits(hidden, weights_.outer().head);
+  parallel_for(logits.size(0), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const Request& r = of[i]->request;
+      sampled[i] = sample_token(row_of(logits, i), r.sampling, r.key, of[i]->tokens, r.prompt.size());
+    }
+  });
+  return sampled;
+}
+
+void Engine::take_token(Sequence& s, GeneratedToken token, std::vector<Event>& events) {
+  const SamplingParams& p = s.request.sampling;
+  const int id = token.id;
+  if (!s.spans.empty()) token.adapter_version = s.spans.back().adapter->version;
+  s.tokens.push_back(id);
+  const int made = static_cast<int>(s.tokens.size() - s.request.prompt.size());
+  const bool stop = std::count(p.stop_tokens.begin(), p.stop_tokens.end(), id) > 0;
+  std::string text = stop || !options_.tokenizer ? "" : options_.tokenizer->id_to_bytes(id);
+  for (TextToken& t : s.text.push({std::move(token), std::move(text)}, made > p.min_tokens))
+    tell(s, std::move(t), events);
+  if (stop || !s.text.stop_string().empty())
+    end(s, Finish::stop, events);
+  else if (made >= p.max_tokens)
+    end(s, Finish::length, events);
+}
+
+// Tells what was held back; the last event is then the last one of the request.
+void Engine::end(Sequence& s, Finish finish, std::vector<Event>& events) {
+  for (TextToken& t : s.text.rest()) tell(s, std::move(t), events);
+  Event& last = events.back();
+  last.finish = finish;
+  last.stop_string = s.text.stop_string();
+  if (!s.request.routed_experts) return;
+  const ModelConfig& c = weights_.config();
+  last.routed = Tensor::of(s.routed, {s.computed, c.num_hidden_layers, c.num_experts_per_tok});
+}
+
+void Engine::tell(Sequence& s, TextToken token, std::vector<Event>& events) {
+  Event& e = events.emplace_back();
+  e.request = s.id;
+  e.token = std::move(token.token), e.text = std::move(token.text);
+  if (s.told) return;
+  e.prompt_logprobs = std::move(s.prompt_logprobs), e.prompt_top = std::move(s.prompt_top);
+  s.told = true;
+}
+
+}  // namespace plumb
