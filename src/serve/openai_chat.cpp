@@ -13,11 +13,14 @@ using nlohmann::json;
 using Kind = ChatEvent::Kind;
 
 struct Choice {
+  explicit Choice(ChatAnswer a) : answer(std::move(a)) {}
+
   ChatAnswer answer;
   ParsedTurn turn;  // so far; calls have their ids
   std::vector<GeneratedToken> tokens;
   std::string finish, stop_string;
   std::vector<float> prompt_logprobs;
+  std::vector<std::vector<TokenLogprob>> prompt_top;
   Tensor routed;
 };
 
@@ -60,7 +63,7 @@ class Chat final : public Exchange {
   Chat(ChatRequest request, const ServedModel& model)
       : request_(std::move(request)), model_(model), id_(fresh_id("chatcmpl-")), created_(std::time(nullptr)) {
     for (int i = 0; i < fields().choices; ++i)
-      choices_.push_back({ChatAnswer(request_.prompt, model, fields().skip_special), {}, {}, {}, {}, {}, {}});
+      choices_.emplace_back(ChatAnswer(request_.prompt, model, fields().skip_special));
   }
 
   std::vector<Request> requests() override { return one_each(fields().request, fields().choices); }
@@ -82,7 +85,7 @@ class Chat final : public Exchange {
     Choice& choice = choices_[index];
     if (!streams() && choice.tokens.empty()) take_begun(index);
     choice.tokens.push_back(event.token);
-    if (!event.prompt_logprobs.empty()) choice.prompt_logprobs = event.prompt_logprobs;
+    if (choice.tokens.size() == 1) choice.prompt_logprobs = event.prompt_logprobs, choice.prompt_top = event.prompt_top;
     if (event.finish != Finish::none) choice.routed = event.routed, choice.stop_string = event.stop_string;
     std::vector<json> deltas = take(choice, choice.answer.token(event));
     if (!streams()) return "";
@@ -183,7 +186,7 @@ class Chat final : public Exchange {
   }
 
   json prompt_logprobs(const Choice& choice) const {
-    return prompt_logprobs_json(fields().request.prompt, choice.prompt_logprobs, model_.tokenizer);
+    return prompt_logprobs_json(fields().request.prompt, choice.prompt_logprobs, choice.prompt_top, model_.tokenizer);
   }
 
   Usage usage() const {

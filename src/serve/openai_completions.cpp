@@ -61,6 +61,10 @@ CompletionRequest read_request(std::string_view text, const ServedModel& model) 
   }
   out.prompt_logprobs = request.prompt_logprobs;
   request.prompt_logprobs |= out.echo && out.logprobs;
+  if (out.echo && out.logprobs)
+    request.prompt_top_logprobs = std::max(request.prompt_top_logprobs, request.sampling.top_logprobs);
+  // The engine reads a prompt without answering only if something of the prompt is wanted.
+  request.prompt_logprobs |= request.sampling.max_tokens == 0;
   if (body.integer("best_of", 1, model.max_choices).value_or(out.fields.choices) != out.fields.choices)
     refuse(body.path("best_of"), "differs from n", "leave it out: every answer that is made is returned");
   if (body.text("suffix").value_or("") != "")
@@ -96,6 +100,8 @@ struct TextLogprobs {
 };
 
 struct Choice {
+  explicit Choice(const Request& r) : request(&r) {}
+
   const Request* request;
   TextStream stream;
   std::string text;
@@ -104,6 +110,8 @@ struct Choice {
   Finish finish = Finish::none;
   std::string stop_string;
   std::vector<float> prompt_logprobs;
+  std::vector<std::vector<TokenLogprob>> prompt_top;
+  bool started = false;
   Tensor routed;
 };
 
@@ -112,7 +120,7 @@ class Completions final : public Exchange {
   Completions(CompletionRequest request, const ServedModel& model)
       : request_(std::move(request)), model_(model), id_(fresh_id("cmpl-")), created_(std::time(nullptr)) {
     for (const Request& r : request_.prompts)
-      for (int i = 0; i < fields().choices; ++i) choices_.push_back({&r, {}, {}, {}, {}, {}, {}, {}, {}});
+      for (int i = 0; i < fields().choices; ++i) choices_.emplace_back(r);
   }
 
   std::vector<Request> requests() override {
@@ -127,17 +135,21 @@ class Completions final : public Exchange {
 
   std::string token(int index, const Event& event) override {
     Choice& choice = choices_[index];
-    const bool first = choice.tokens.empty();
+    const bool first = !std::exchange(choice.started, true);
     std::string text;
     if (first) {
       choice.prompt_logprobs = event.prompt_logprobs;
+      choice.prompt_top = event.prompt_top;
       if (request_.echo) text = take_prompt(choice);
     }
-    choice.tokens.push_back(event.token);
-    if (!fields().no_answer) text += take_token(choice, event);
+    const bool makes_token = event.token.id >= 0;  // otherwise the prompt was all that was asked for
+    if (makes_token) {
+      choice.tokens.push_back(event.token);
+      text += take_token(choice, event);
+    }
     if (event.finish != Finish::none) {
       text += choice.stream.finish();
-      choice.finish = fields().no_answer ? Finish::length : event.finish;
+      choice.finish = event.finish;
       choice.stop_string = event.stop_string;
       choice.routed = event.routed;
     }
@@ -146,7 +158,7 @@ class Completions final : public Exchange {
     if (!streams() || (silent && event.finish == Finish::none)) return "";
 
     json message = head();
-    const std::span<const GeneratedToken> news(&event.token, fields().no_answer ? 0 : 1);
+    const std::span<const GeneratedToken> news(&event.token, makes_token ? 1 : 0);
     json out = choice_json(index, text, news);
     if (first) add_prompt(out, choice);
     message["choices"] = json::array({std::move(out)});
@@ -170,7 +182,7 @@ class Completions final : public Exchange {
     json message = head();
     message["choices"] = json::array();
     for (size_t i = 0; i < choices_.size(); ++i) {
-      json out = choice_json(i, choices_[i].text, answer(choices_[i]));
+      json out = choice_json(i, choices_[i].text, choices_[i].tokens);
       add_prompt(out, choices_[i]);
       message["choices"].push_back(std::move(out));
     }
@@ -180,10 +192,6 @@ class Completions final : public Exchange {
 
  private:
   const AnswerFields& fields() const { return request_.fields; }
-  std::span<const GeneratedToken> answer(const Choice& choice) const {
-    return fields().no_answer ? std::span<const GeneratedToken>() : choice.tokens;
-  }
-
   json head() const {
     return {{"id", id_}, {"object", "text_completion"}, {"created", created_}, {"model", fields().model.spelled}};
   }
@@ -204,23 +212,37 @@ class Completions final : public Exchange {
   std::string take_prompt(Choice& choice) {
     std::string text;
     const std::vector<int>& prompt = choice.request->prompt;
-    const std::vector<float>& logprobs = choice.prompt_logprobs;
     for (size_t i = 0; i < prompt.size(); ++i) {
-      const bool known = i > 0 && i <= logprobs.size();
-      text += take(choice, prompt[i], model_.tokenizer.id_to_bytes(prompt[i]),
-                   known ? json(finite_logprob(logprobs[i - 1])) : json(nullptr), nullptr);
+      const bool known = i > 0 && i <= choice.prompt_logprobs.size();
+      json logprob, top;
+      if (known) {
+        const float value = choice.prompt_logprobs[i - 1];
+        logprob = finite_logprob(value);
+        std::span<const TokenLogprob> likely;
+        if (i <= choice.prompt_top.size()) likely = choice.prompt_top[i - 1];
+        top = top_json(likely, prompt[i], value);
+      }
+      text += take(choice, prompt[i], model_.tokenizer.id_to_bytes(prompt[i]), std::move(logprob), std::move(top));
     }
     return text;
   }
 
   std::string take_token(Choice& choice, const Event& event) {
     const GeneratedToken& t = event.token;
-    // Tokens that look alike share a name: the likelier one has it.
-    json top = json::object();
-    for (const TokenLogprob& other : t.top)
-      top.emplace(token_name(other.id, model_.tokenizer, fields().tokens_as_ids), finite_logprob(other.logprob));
-    top.emplace(token_name(t.id, model_.tokenizer, fields().tokens_as_ids), finite_logprob(t.logprob));
-    return take(choice, t.id, event.text, finite_logprob(t.logprob), std::move(top));
+    return take(choice, t.id, event.text, finite_logprob(t.logprob), top_json(t.top, t.id, t.logprob));
+  }
+
+  // The most likely tokens and the token itself. Tokens that look alike share a name: the likelier one has it.
+  json top_json(std::span<const TokenLogprob> top, int id, float logprob) const {
+    json out = json::object();
+    const auto add = [&](int i, float l) {
+      out.emplace(token_name(i, model_.tokenizer, fields().tokens_as_ids), finite_logprob(l));
+    };
+    // More are there if prompt_logprobs asks for more.
+    for (size_t k = 0; k < top.size() && static_cast<int>(k) < fields().request.sampling.top_logprobs; ++k)
+      add(top[k].id, top[k].logprob);
+    add(id, logprob);
+    return out;
   }
 
   json choice_json(size_t index, const std::string& text, std::span<const GeneratedToken> tokens) {
@@ -235,20 +257,21 @@ class Completions final : public Exchange {
     out["finish_reason"] = choice.finish == Finish::length ? "length" : "stop";
     out["stop_reason"] = choice.stop_string.empty() ? json(nullptr) : json(choice.stop_string);
     if (fields().request.routed_experts)
-      add_routed_experts(out, choice.routed, choice.request->prompt.size(), answer(choice).size());
+      add_routed_experts(out, choice.routed, choice.request->prompt.size(), choice.tokens.size());
     return out;
   }
 
   void add_prompt(json& out, const Choice& choice) const {
     if (fields().return_token_ids) out["prompt_token_ids"] = choice.request->prompt;
     if (request_.prompt_logprobs)
-      out["prompt_logprobs"] = prompt_logprobs_json(choice.request->prompt, choice.prompt_logprobs, model_.tokenizer);
+      out["prompt_logprobs"] =
+          prompt_logprobs_json(choice.request->prompt, choice.prompt_logprobs, choice.prompt_top, model_.tokenizer);
   }
 
   Usage usage() const {
     Usage usage;
     for (const Request& r : request_.prompts) usage.prompt += static_cast<int64_t>(r.prompt.size());
-    for (const Choice& choice : choices_) usage.answer += static_cast<int64_t>(answer(choice).size());
+    for (const Choice& choice : choices_) usage.answer += static_cast<int64_t>(choice.tokens.size());
     return usage;
   }
 

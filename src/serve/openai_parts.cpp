@@ -96,12 +96,21 @@ json chat_logprobs(std::span<const GeneratedToken> tokens, const Tokenizer& toke
 }
 
 json prompt_logprobs_json(const std::vector<int>& prompt, const std::vector<float>& logprobs,
-                          const Tokenizer& tokenizer) {
+                          const std::vector<std::vector<TokenLogprob>>& top, const Tokenizer& tokenizer) {
   json out = json::array({nullptr});
+  const auto entry = [&](int id, float logprob, json rank) -> json {
+    return {{"logprob", finite_logprob(logprob)},
+            {"rank", std::move(rank)},
+            {"decoded_token", token_name(id, tokenizer, false)}};
+  };
   for (size_t i = 0; i < logprobs.size(); ++i) {
+    json token = json::object();
+    if (i < top.size())
+      for (size_t k = 0; k < top[i].size(); ++k)
+        token[std::to_string(top[i][k].id)] = entry(top[i][k].id, top[i][k].logprob, k + 1);
     const int id = prompt[i + 1];
-    out.push_back({{std::to_string(id),
-                    {{"logprob", finite_logprob(logprobs[i])}, {"decoded_token", token_name(id, tokenizer, false)}}}});
+    token.emplace(std::to_string(id), entry(id, logprobs[i], nullptr));
+    out.push_back(std::move(token));
   }
   return out;
 }

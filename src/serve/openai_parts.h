@@ -45,9 +45,10 @@ class TextStream {
 
 // chat: {"content": [{token, logprob, bytes, top_logprobs}], "refusal": null}, one entry a token.
 nlohmann::json chat_logprobs(std::span<const GeneratedToken> tokens, const Tokenizer& tokenizer, bool as_ids);
-// vLLM's `prompt_logprobs`: null, then {"id": {logprob, decoded_token}} for each further token of the prompt.
+// vLLM's `prompt_logprobs`: null, then for each further token of the prompt {"id": {logprob, rank, decoded_token}} of
+// itself and of the most likely ones. The rank of a token that is not among these is null.
 nlohmann::json prompt_logprobs_json(const std::vector<int>& prompt, const std::vector<float>& logprobs,
-                                    const Tokenizer& tokenizer);
+                                    const std::vector<std::vector<TokenLogprob>>& top, const Tokenizer& tokenizer);
 
 // What training loops want of a choice beside its text.
 nlohmann::json token_ids_json(std::span<const GeneratedToken> tokens);

@@ -73,9 +73,8 @@ ModelChoice read_model(const Fields& body, const ServedModel& model);
 // What the protocols have in common, apart from the prompt.
 struct AnswerFields {
   ModelChoice model;
-  Request request;           // prompt and key are not set; max_tokens 0 = the client did not say
+  Request request;           // prompt and key are not set; max_tokens -1 = the client did not say
   std::string length_field;  // the name under which it gave max_tokens, or the first possible one
-  bool no_answer = false;    // max_tokens 0: only the prompt counts; the engine still makes one token
   int choices = 1;
   bool stream = false;
   bool stream_usage = false;      // stream_options.include_usage
