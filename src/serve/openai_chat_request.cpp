@@ -22,7 +22,7 @@ void set_effort(ChatOptions& options, const std::optional<std::string>& effort, 
 // Names of functions in `tools`; their form is checked by messages_from_json.
 std::vector<std::string> tool_names(const Json* tools) {
   std::vector<std::string> names;
-  if (!tools || !tools->is_array()) return names;
+  if (!tools) return names;
   for (const Json& tool : tools->items)
     if (const Json* function = tool.find("function"))
       if (const Json* name = function->find("name"); name && name->is_string()) names.push_back(name->text);
@@ -39,6 +39,7 @@ ToolFields read_tools(const Fields& body) {
   body.refuse_given("function_call", "is an old form", "use tool_choice");
   ToolFields out;
   out.tools = body.find("tools");
+  if (out.tools) list_at(*out.tools, body.path("tools"));
   out.choice.parallel = body.flag("parallel_tool_calls", true);
   const Json* choice = body.find("tool_choice");
   if (!choice) return out;
