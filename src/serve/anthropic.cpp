@@ -24,6 +24,7 @@ struct Block {
 // Arguments that are no JSON object (the call was cut off, or is malformed) become one argument `arguments`, as they do
 // in the chat format when a client sends them back.
 json input_of(const std::string& arguments) {
+  if (arguments.empty()) return json::object();
   json input = json::parse(arguments, nullptr, false);
   return input.is_object() ? input : json{{"arguments", arguments}};
 }
@@ -147,8 +148,11 @@ class Messages final : public Exchange {
           if (request_.show_thinking) add("thinking_delta", "thinking", e.text);
           break;
         case Kind::content:
-          open(Block::Type::text);
-          add("text_delta", "text", e.text);
+          if (open_ && blocks_.back().type == Block::Type::tool_use) {
+            held_text_ += e.text;
+          } else {
+            add_text(e.text);
+          }
           break;
         case Kind::call_begin:
           close();
@@ -159,6 +163,7 @@ class Messages final : public Exchange {
           break;
         case Kind::call_end:
           close();
+          if (!held_text_.empty()) add_text(std::exchange(held_text_, ""));
           break;
         case Kind::finish:
           close();
@@ -189,6 +194,11 @@ class Messages final : public Exchange {
     emit_delta(type, member, text);
   }
 
+  void add_text(const std::string& text) {
+    open(Block::Type::text);
+    add("text_delta", "text", text);
+  }
+
   void close() {
     if (!open_) return;
     if (blocks_.back().type == Block::Type::thinking) emit_delta("signature_delta", "signature", kSignature);
@@ -200,7 +210,8 @@ class Messages final : public Exchange {
   ChatAnswer answer_;
   std::string id_;
   std::vector<Block> blocks_;
-  bool open_ = false;  // the last block is being written
+  bool open_ = false;      // the last block is being written
+  std::string held_text_;  // written inside a call, between its parameters: comes behind it
   std::vector<GeneratedToken> tokens_;
   json stop_reason_, stop_sequence_;  // null: still being written; no such
   std::string out_;                   // events to send
@@ -217,17 +228,6 @@ json anthropic_count_tokens(std::string_view text, const ServedModel& model) {
   const Fields body(json);
   read_model(body, model);
   return {{"input_tokens", read_messages_prompt(body, model).tokens.size()}};
-}
-
-json anthropic_error(const ApiError& error) {
-  const char* type = "invalid_request_error";
-  if (error.status == 401) type = "authentication_error";
-  if (error.status == 403) type = "permission_error";
-  if (error.status == 404) type = "not_found_error";
-  if (error.status == 413) type = "request_too_large";
-  if (error.status == 429) type = "rate_limit_error";
-  if (error.status >= 500) type = error.status == 503 ? "overloaded_error" : "api_error";
-  return {{"type", "error"}, {"error", {{"type", type}, {"message", error.message}}}};
 }
 
 }  // namespace plumb::serve

@@ -1,4 +1,4 @@
-// POST /v1/messages and /v1/messages/count_tokens, Anthropic's protocol (docs/api.md).
+// POST /v1/messages and /v1/messages/count_tokens, Anthropic's protocol (docs/messages.md).
 #pragma once
 #include "serve/exchange.h"
 
@@ -8,8 +8,5 @@ std::unique_ptr<Exchange> anthropic_messages(std::string_view body, const Served
 
 // {"input_tokens": n} for the body of count_tokens. Error: ApiError.
 nlohmann::json anthropic_count_tokens(std::string_view body, const ServedModel& model);
-
-// {"type": "error", "error": {type, message}}, the body that Anthropic's clients turn into exceptions.
-nlohmann::json anthropic_error(const ApiError& error);
 
 }  // namespace plumb::serve

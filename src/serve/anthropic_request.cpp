@@ -204,19 +204,20 @@ bool shows_thinking(const Fields& body) {
   return !thinking || Fields(*thinking, body.path("thinking")).word("display", {"summarized", "omitted"}) != "omitted";
 }
 
-void read_stop_sequences(const Fields& body, Request& request) {
+std::vector<std::string> read_stop_sequences(const Fields& body) {
   constexpr size_t kMost = 64;
+  std::vector<std::string> out;
   const Json* list = body.find("stop_sequences");
-  if (!list) return;
+  if (!list) return out;
   const std::string path = body.path("stop_sequences");
   for (const Json& json : list_at(*list, path)) {
-    const std::string at = fmt::format("{}[{}]", path, request.stop_strings.size());
-    const std::string& s = string_at(json, at);
-    if (s.empty()) refuse(at, "is empty", "give at least one character");
-    request.stop_strings.push_back(s);
+    const std::string at = fmt::format("{}[{}]", path, out.size());
+    out.push_back(string_at(json, at));
+    if (out.back().empty()) refuse(at, "is empty", "give at least one character");
   }
-  if (request.stop_strings.size() > kMost)
-    refuse(path, fmt::format("has {} strings", request.stop_strings.size()), fmt::format("give at most {}", kMost));
+  if (out.size() > kMost)
+    refuse(path, fmt::format("has {} strings", out.size()), fmt::format("give at most {}", kMost));
+  return out;
 }
 
 }  // namespace
@@ -250,7 +251,7 @@ MessagesRequest read_messages_request(std::string_view text, const ServedModel& 
   out.show_thinking = shows_thinking(body);
 
   Request& request = out.fields.request;
-  read_stop_sequences(body, request);
+  for (std::string& s : read_stop_sequences(body)) request.stop_strings.push_back(std::move(s));
   if (model.strict_fields) body.refuse_unknown();
   request.prompt = out.prompt.tokens;
   if (!out.prompt.stop.empty()) request.stop_strings.push_back(out.prompt.stop);

@@ -133,6 +133,10 @@ class Responses final : public Exchange {
           add_text(e.text);
           break;
         case Kind::content:
+          if (open_ && items_.back().type == Item::Type::call) {
+            held_text_ += e.text;
+            break;
+          }
           open(Item::Type::message);
           add_text(e.text);
           break;
@@ -145,6 +149,10 @@ class Responses final : public Exchange {
           break;
         case Kind::call_end:
           close();
+          if (held_text_.empty()) break;
+          unsaid_.clear();
+          open(Item::Type::message);
+          add_text(std::exchange(held_text_, ""));
           break;
         case Kind::finish:
           finish_ = e.text;
@@ -217,7 +225,8 @@ class Responses final : public Exchange {
   std::string id_;
   int64_t created_;
   std::vector<Item> items_;
-  bool open_ = false;  // the last item is being written
+  bool open_ = false;      // the last item is being written
+  std::string held_text_;  // written inside a call, between its parameters: comes behind it
   std::vector<GeneratedToken> tokens_;
   std::vector<GeneratedToken> unsaid_;  // tokens since the last text
   std::string finish_;                  // "stop", "length" or "tool_calls" once the answer is complete

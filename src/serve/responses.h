@@ -1,4 +1,4 @@
-// POST /v1/responses, OpenAI's newer form (docs/api.md). Responses are not stored.
+// POST /v1/responses, OpenAI's newer form (docs/responses.md). Responses are not stored.
 #pragma once
 #include "serve/exchange.h"
 

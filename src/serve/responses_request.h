@@ -1,4 +1,4 @@
-// The body of POST /v1/responses, read and checked (docs/api.md).
+// The body of POST /v1/responses, read and checked (docs/responses.md).
 #pragma once
 #include "serve/chat_answer.h"
 #include "serve/request_fields.h"

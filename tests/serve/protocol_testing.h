@@ -53,6 +53,9 @@ inline const std::vector<std::string> kAnswers = {
     "Plain text.",
     "Thought</think>\n\nText with ä, 漢字 and 🙂.",
     "</think>\n\n" + calls_text(call_text("weather", "city", "São \"Paulo\"\n")),
+    "JSON</think>" +
+        calls_text(std::string(chat_format::kInvokeBegin) + "weather" + std::string(chat_format::kInvokeNamed) +
+                   "{\"city\": 1}" + std::string(chat_format::kInvokeClose)),
     "Two.</think>A" + calls_text(call_text("weather", "city", "Rome") + "\n" + call_text("weather", "city", "Oslo")) +
         "tail",
     "Cut</think>" + std::string(chat_format::kCallsOpen) + std::string(chat_format::kInvokeBegin) + "weather" +
