@@ -58,11 +58,11 @@ void refuse(const std::string& field, const std::string& what, const std::string
   throw e;
 }
 
-ApiError api_error(const Error& e, int status) {
+ApiError api_error(const Error& e, int status, const std::string& field) {
   ApiError out;
   out.status = status;
-  out.field = e.where();
-  out.message = e.what();
+  out.field = field.empty() ? e.where() : field;
+  out.message = out.field + std::string(e.what()).substr(e.where().size());
   return out;
 }
 
@@ -295,13 +295,15 @@ SamplingParams read_sampling(const Fields& body, const ServedModel& model) {
   return p;
 }
 
-// vLLM counts alternatives to show beside each prompt token. Only the prompt's own token is known here.
-bool read_prompt_logprobs(const Fields& body) {
+// vLLM counts the alternatives that are shown beside each token of the prompt.
+void read_prompt_logprobs(const Fields& body, const ServedModel& model, Request& request) {
   const Json* value = body.find("prompt_logprobs");
-  if (!value) return false;
-  if (value->kind == Json::Kind::boolean) return value->boolean;
-  integer_at(*value, body.path("prompt_logprobs"), 0, 1);
-  return true;
+  if (!value) return;
+  const bool is_flag = value->kind == Json::Kind::boolean;
+  request.prompt_logprobs = !is_flag || value->boolean;
+  if (is_flag) return;
+  request.prompt_top_logprobs =
+      static_cast<int>(integer_at(*value, body.path("prompt_logprobs"), 0, model.max_logprobs));
 }
 
 void read_stream(const Fields& body, AnswerFields& out) {
@@ -324,19 +326,18 @@ AnswerFields read_answer_fields(const Fields& body, const ServedModel& model,
   out.request.adapter = out.model.adapter;
   out.request.adapter_version = out.model.version;
   out.request.sampling = read_sampling(body, model);
-  out.request.sampling.max_tokens = 0;
+  out.request.sampling.max_tokens = -1;
   out.length_field = body.path(*length_names.begin());
   for (std::string_view name : length_names) {
     const std::optional<int64_t> length = body.integer(name, least_length, INT32_MAX);
-    if (!length || out.request.sampling.max_tokens > 0) continue;
-    out.no_answer = *length == 0;
-    out.request.sampling.max_tokens = static_cast<int>(std::max<int64_t>(1, *length));
+    if (!length || out.request.sampling.max_tokens >= 0) continue;
+    out.request.sampling.max_tokens = static_cast<int>(*length);
     out.length_field = body.path(name);
   }
   out.request.stop_strings = read_stop_strings(body);
   // vLLM's meaning: lower numbers first.
   out.request.priority = static_cast<int>(-body.integer("priority", -1000000, 1000000).value_or(0));
-  out.request.prompt_logprobs = read_prompt_logprobs(body);
+  read_prompt_logprobs(body, model, out.request);
   out.request.routed_experts = body.flag("return_routed_experts", false);
   out.choices = static_cast<int>(body.integer("n", 1, model.max_choices).value_or(1));
   out.skip_special = body.flag("skip_special_tokens", true);
@@ -354,11 +355,11 @@ void fit_length(Request& request, const ServedModel& model, const std::string& p
   const int64_t prompt = static_cast<int64_t>(request.prompt.size()), room = model.max_positions - prompt;
   SamplingParams& p = request.sampling;
   if (prompt == 0) refuse(prompt_field, "has no token", "give at least one");
-  if (room < 1)
+  if (room < (p.max_tokens == 0 ? 0 : 1))
     refuse(prompt_field,
            fmt::format("has {} tokens, and prompt and answer have at most {}", prompt, model.max_positions),
            "shorten it");
-  if (p.max_tokens == 0)
+  if (p.max_tokens < 0)
     p.max_tokens = static_cast<int>(model.default_tokens > 0 ? std::min<int64_t>(model.default_tokens, room) : room);
   if (p.max_tokens > room)
     refuse(length_field,

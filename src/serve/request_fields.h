@@ -16,8 +16,9 @@ namespace plumb::serve {
 
 // Throws ApiError. field: JSON path, may be empty; what: one sentence with the offending value; fix: what to send.
 [[noreturn]] void refuse(const std::string& field, const std::string& what, const std::string& fix, int status = 400);
-// An Error of the rooms below (chat format, engine) that a request caused: its `where` is the field.
-ApiError api_error(const Error& e, int status = 400);
+// An Error of the rooms below (chat format, engine) that a request caused: its `where` is the field, unless the client
+// knows it by another name.
+ApiError api_error(const Error& e, int status = 400, const std::string& field = "");
 
 // The body of a request: JSON text of an object.
 Json parse_body(std::string_view body);
@@ -72,9 +73,8 @@ ModelChoice read_model(const Fields& body, const ServedModel& model);
 // What the protocols have in common, apart from the prompt.
 struct AnswerFields {
   ModelChoice model;
-  Request request;           // prompt and key are not set; max_tokens 0 = the client did not say
+  Request request;           // prompt and key are not set; max_tokens -1 = the client did not say
   std::string length_field;  // the name under which it gave max_tokens, or the first possible one
-  bool no_answer = false;    // max_tokens 0: only the prompt counts; the engine still makes one token
   int choices = 1;
   bool stream = false;
   bool stream_usage = false;      // stream_options.include_usage

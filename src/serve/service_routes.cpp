@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "model/adapter_files.h"
+#include "serve/anthropic.h"
 #include "serve/embedded.h"
 #include "serve/request_fields.h"
 #include "serve/service.h"
@@ -199,6 +200,9 @@ void Service::add_models() {
       {"POST", "/tokenize", [this](const HttpRequest& r, Wake) { return json_reply(tokenize(model_, r)); }});
   routes_.push_back(
       {"POST", "/detokenize", [this](const HttpRequest& r, Wake) { return json_reply(detokenize(model_, r)); }});
+  routes_.push_back({"POST", "/v1/messages/count_tokens", [this](const HttpRequest& r, Wake) {
+                       return json_reply(anthropic_count_tokens(r.body, model_));
+                     }});
 }
 
 }  // namespace plumb::serve
