@@ -28,14 +28,11 @@ struct CompletionRequest {
 std::vector<std::vector<int>> read_prompts(const Fields& body, const ServedModel& model) {
   const std::string path = body.path("prompt");
   const Json& prompt = body.need("prompt");
-  const bool begin = body.flag("add_special_tokens", false);
-  const auto encode = [&](const std::string& text) {
-    std::vector<int> ids = model.tokenizer.encode(text, true);
-    if (begin) ids.insert(ids.begin(), model.config.bos_token_id);
-    return ids;
-  };
   const auto one = [&](const Json& p, const std::string& at) {
-    if (p.is_string()) return encode(p.text);
+    if (p.is_string()) {
+      if (p.text.empty()) refuse(at, "is empty", "give a text or a list of token ids");
+      return prompt_tokens(body, p.text, model);
+    }
     if (!p.is_array()) refuse(at, fmt::format("is {}", kind_name(p.kind)), "give a string or a list of token ids");
     return token_ids_at(p, at, model.config.vocab_size);
   };

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <random>
 
+#include "serve/errors.h"
 #include "tokenizer/unicode.h"
 
 namespace plumb::serve {
@@ -19,13 +20,6 @@ std::string lossy(std::string_view bytes) {
   return text;
 }
 
-const char* error_type(int status) {
-  if (status == 401) return "authentication_error";
-  if (status == 404) return "not_found_error";
-  if (status == 429) return "rate_limit_error";
-  return status < 500 ? "invalid_request_error" : "server_error";
-}
-
 json token_json(int id, float logprob, const Tokenizer& tokenizer, bool as_id) {
   const std::string& bytes = tokenizer.id_to_bytes(id);
   return {{"token", token_name(id, tokenizer, as_id)},
@@ -35,26 +29,12 @@ json token_json(int id, float logprob, const Tokenizer& tokenizer, bool as_id) {
 
 }  // namespace
 
-json openai_error(const ApiError& error) {
-  json code = nullptr;
-  if (error.status == 401) code = "invalid_api_key";
-  if (error.status == 404 && error.field == "model") code = "model_not_found";
-  if (error.status == 429) code = "rate_limit_exceeded";
-  return {{"error",
-           {{"message", error.message},
-            {"type", error_type(error.status)},
-            {"param", error.field.empty() ? json(nullptr) : json(error.field)},
-            {"code", code}}}};
-}
-
 std::string fresh_id(std::string_view prefix) {
   std::random_device device;
   return fmt::format("{}{:08x}{:08x}{:08x}", prefix, device(), device(), device());
 }
 
-std::string server_event(const json& data) {
-  return "data: " + data.dump(-1, ' ', false, json::error_handler_t::replace) + "\n\n";
-}
+std::string server_event(const json& data) { return "data: " + dump(data) + "\n\n"; }
 
 json usage_json(const Usage& usage, bool chat) {
   json out = {{"prompt_tokens", usage.prompt},

@@ -10,9 +10,6 @@
 
 namespace plumb::serve {
 
-// {"error": {message, type, param, code}}, the body that OpenAI's clients turn into exceptions.
-nlohmann::json openai_error(const ApiError& error);
-
 // prefix + 24 random hexadecimal digits.
 std::string fresh_id(std::string_view prefix);
 // One server-sent event. Bytes of strings that are not UTF-8 become U+FFFD.

@@ -188,6 +188,13 @@ void Fields::refuse_unknown() const {
   }
 }
 
+std::vector<int> prompt_tokens(const Fields& body, const std::string& text, const ServedModel& model) {
+  std::vector<int> ids = model.tokenizer.encode(text, true);
+  const int begin = model.config.bos_token_id;
+  if (body.flag("add_special_tokens", true) && (ids.empty() || ids[0] != begin)) ids.insert(ids.begin(), begin);
+  return ids;
+}
+
 // ---- Model ---------------------------------------------------------------------------------------------------------
 
 namespace {

@@ -60,6 +60,10 @@ class Fields {
   mutable std::vector<std::string> asked_;
 };
 
+// The tokens of a text that is a prompt as it stands. Control tokens may be spelled in it. Begin of sentence is put in
+// front if it is not there, unless `add_special_tokens` is false.
+std::vector<int> prompt_tokens(const Fields& body, const std::string& text, const ServedModel& model);
+
 // What `model` says: the base model, an adapter, or an adapter's version ("name@7", unless an adapter has that very
 // name).
 struct ModelChoice {

@@ -7,6 +7,7 @@
 #include "model/adapter_files.h"
 #include "serve/anthropic.h"
 #include "serve/embedded.h"
+#include "serve/openai_chat_request.h"
 #include "serve/request_fields.h"
 #include "serve/service.h"
 
@@ -106,21 +107,8 @@ std::vector<int> tokens_of(const ServedModel& m, const Fields& body) {
   const Json *prompt = body.find("prompt"), *messages = body.find("messages");
   if ((prompt != nullptr) == (messages != nullptr))
     refuse("", "needs either prompt or messages", "give one of the two");
-  std::vector<int> ids;
-  if (messages) {
-    ChatOptions options = m.chat;
-    if (const Json* kwargs = body.find("chat_template_kwargs")) {
-      const Fields chat(*kwargs, "chat_template_kwargs");
-      if (const Json* thinking = chat.find("thinking"); thinking && thinking->kind == Json::Kind::boolean)
-        options.mode = thinking->boolean ? ThinkingMode::thinking : ThinkingMode::chat;
-    }
-    for (int32_t id : encode_prompt(messages_from_json(*messages, body.find("tools")), options, m.chat_tokenizer))
-      ids.push_back(id);
-    return ids;
-  }
-  if (body.flag("add_special_tokens", true)) ids.push_back(m.config.bos_token_id);
-  for (int32_t id : m.tokenizer.encode(string_at(*prompt, "prompt"), true)) ids.push_back(id);
-  return ids;
+  if (prompt) return prompt_tokens(body, string_at(*prompt, "prompt"), m);
+  return chat_prompt(messages_from_json(*messages, body.find("tools")), read_chat_options(body, m), {}, m).tokens;
 }
 
 json tokenize(const ServedModel& m, const HttpRequest& request) {

@@ -30,22 +30,23 @@ TEST_F(OpenAiCompletions, AWholeAnswer) {
   got.erase("created");
   EXPECT_EQ(got, json::parse(R"({"object": "text_completion", "model": "poet@3",
     "choices": [{"index": 0, "text": "Hello there", "logprobs": null, "finish_reason": "stop", "stop_reason": null}],
-    "usage": {"prompt_tokens": 1, "completion_tokens": 3, "total_tokens": 4}})"))
+    "usage": {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}})"))
       << got.dump(1);
 }
 
 TEST_F(OpenAiCompletions, PromptsInAllForms) {
   using Lists = std::vector<std::vector<int>>;
-  const std::vector<int> hi = ids_of(model_, "Hi there"), control = ids_of(model_, "<｜User｜>Hi");
+  std::vector<int> hi = ids_of(model_, "Hi there"), control = ids_of(model_, "<｜begin▁of▁sentence｜><｜User｜>Hi");
+  EXPECT_EQ(prompts_of(R"("prompt": "Hi there", "add_special_tokens": false)"), Lists{hi});
+  hi.insert(hi.begin(), 0);
   EXPECT_EQ(prompts_of(R"("prompt": "Hi there")"), Lists{hi});
   EXPECT_EQ(prompts_of(R"("prompt": ["Hi there"])"), Lists{hi});
   EXPECT_EQ(prompts_of(R"("prompt": [5, 6.0, 7])"), (Lists{{5, 6, 7}}));
-  EXPECT_EQ(prompts_of(R"("prompt": ["Hi there", [5, 6], "<｜User｜>Hi"])"), (Lists{hi, {5, 6}, control}));
-  EXPECT_EQ(control[0], 3);  // a raw prompt may spell control tokens
+  // A raw prompt may spell control tokens; begin of sentence is not doubled.
+  EXPECT_EQ(control[1], 3);
+  EXPECT_EQ(prompts_of(R"("prompt": ["Hi there", [5, 6], "<｜begin▁of▁sentence｜><｜User｜>Hi"])"),
+            (Lists{hi, {5, 6}, control}));
   EXPECT_EQ(prompts_of(R"("prompt": [[5], [6]], "n": 2)"), (Lists{{5}, {5}, {6}, {6}}));
-  std::vector<int> begun = hi;
-  begun.insert(begun.begin(), 0);
-  EXPECT_EQ(prompts_of(R"("prompt": "Hi there", "add_special_tokens": true)"), Lists{begun});
 }
 
 TEST_F(OpenAiCompletions, EveryAnswerHasItsOwnKey) {

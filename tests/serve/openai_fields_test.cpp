@@ -2,9 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include "serve/errors.h"
 #include "serve/openai_chat.h"
 #include "serve/openai_completions.h"
-#include "serve/openai_parts.h"
 #include "serve/openai_testing.h"
 
 namespace plumb::serve {
@@ -136,7 +136,7 @@ const Wrong kWrongCompletion[] = {
 const Wrong kWrongPrompt[] = {
     {R"({})", "prompt", "add it"},
     {R"({"prompt": 5})", "prompt", "list of token ids"},
-    {R"({"prompt": ""})", "prompt", "at least one"},
+    {R"({"prompt": ""})", "prompt", "give a text"},
     {R"({"prompt": []})", "prompt", "at least one"},
     {R"({"prompt": [[1], []]})", "prompt[1]", "at least one"},
     {R"({"prompt": [1, "a"]})", "prompt[1]", "whole number"},
@@ -165,7 +165,7 @@ void expect_refused(MakeExchange make, const std::string& body, const Wrong& wro
   EXPECT_EQ(e.message.find(wrong.field), 0u) << e.message;
   EXPECT_NE(e.message.find(wrong.part), std::string::npos) << body << "\n" << e.message;
   EXPECT_NE(e.message.find('('), std::string::npos) << "says no fix: " << e.message;
-  const json said = openai_error(e);
+  const json said = error_body(ErrorForm::openai, e);
   EXPECT_EQ(said["error"]["param"], wrong.field);
   EXPECT_EQ(said["error"]["message"], e.message);
   EXPECT_EQ(said["error"]["code"], wrong.status == 404 ? json("model_not_found") : json(nullptr));
