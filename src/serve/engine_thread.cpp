@@ -1,5 +1,6 @@
 #include "serve/engine_thread.h"
 
+#include "base/error.h"
 #include "base/log.h"
 #include "serve/errors.h"
 
@@ -70,7 +71,8 @@ EngineThread::~EngineThread() {
 
 EngineThread::JobId EngineThread::submit(std::vector<Request> requests, std::shared_ptr<Mailbox> mailbox) {
   const int count = static_cast<int>(requests.size());
-  Command c{0, std::move(requests), std::move(mailbox), Clock::now()};
+  PLUMB_CHECK(count > 0, "an exchange asks for no answer");
+  JobId job;
   {
     const std::lock_guard lock(mutex_);
     if (count > options_.max_open)
@@ -82,11 +84,11 @@ EngineThread::JobId EngineThread::submit(std::vector<Request> requests, std::sha
       throw ApiError{429, "", "the queue is full (" + std::to_string(open_) + " answers run or wait); try again later",
                      1};
     open_ += count;
-    c.job = next_job_++;
-    commands_.push_back(std::move(c));
+    job = next_job_++;
+    commands_.push_back({job, std::move(requests), std::move(mailbox), Clock::now()});
   }
   changed_.notify_one();
-  return c.job;
+  return job;
 }
 
 void EngineThread::cancel(JobId job) {
