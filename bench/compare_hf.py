@@ -26,6 +26,16 @@ from transformers.utils import logging
 
 SLIDING, CSA, HCA = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 TOKENS, PROMPT, NEW, RANK = 512, 64, 64, 8
+NOTE = """A V4 of 61 M parameters, 512 tokens; FP32 weights on both sides unless said otherwise; medians of runs that take turns.
+
+Limits, measured on these two cores with plain loops: 296 GFLOP/s of FP32 multiply-adds (AVX-512), 22 GB/s read from memory (244 MB, the
+whole model in FP32), 38 GB/s while 90 MB fit into the shared cache. Decoding alone reads about 90 MB of FP32 weights a token: 10 times
+Hugging Face would need 19 to 24 GB/s beside all other work, about all that the memory gives; packed weights are a fifth of that.
+A LoRA step has about 45 GFLOP of products, 0.15 s at the ceiling; products of 128 rows reach 264 to 278 GFLOP/s (`linear_bench`). The
+rest of the step is packing rows and weights for the products, attention, the mixing of streams and copies of rows for the experts.
+
+Tried without gain: sums of several groups of outputs in registers when few rows are multiplied (g++ 12 spills; FP4 with four rows took
+twice as long)."""
 ATTENTION = r"self_attn\.(q_a_proj|q_b_proj|kv_proj|o_b_proj|compressor\.kv_proj|compressor\.gate_proj)"
 SHARED = r"mlp\.shared_experts\.(gate_proj|up_proj|down_proj)"
 
@@ -179,9 +189,7 @@ def main():
     if a.out:
         cpu = next((l.split(":")[1].strip() for l in open("/proc/cpuinfo") if l.startswith("model name")), platform.machine())
         record = {"name": "compare_hf", "title": "Training step and decoding against Hugging Face transformers", "date": str(datetime.date.today()), "device": f"{a.threads} cores, {cpu}",
-                  "command": "make bench", "note": "A V4 of 61 M parameters, 512 tokens; FP32 weights on both sides unless said otherwise; medians of runs that take turns. "
-                          "Decoding alone reads about 90 MB of FP32 weights a token, so the memory's speed bounds it; packed weights are a "
-                          "fifth of that.", "figures": figures}
+                  "command": "make bench", "note": NOTE, "figures": figures}
         with open(a.out, "w") as f:
             json.dump(record, f, indent=1)
             f.write("\n")

@@ -8,6 +8,7 @@ import sys
 USES = {
     "base": [],
     "config": ["base"],
+    "reward": ["config"],
     "checkpoint": ["config"],
     "tokenizer": ["base"],
     "plan": ["config"],
@@ -17,7 +18,7 @@ USES = {
     "memory": ["model"],
     "data": ["tokenizer", "plan"],
     "rollout": ["model", "memory", "tokenizer"],
-    "train": ["model", "data", "rollout", "memory"],
+    "train": ["model", "data", "rollout", "reward", "memory"],
     "parallel": ["base"],
     "serve": ["rollout", "train"],
     "validate": ["serve"],

@@ -108,15 +108,17 @@ struct Bench {
     const ForwardResult r = forward(*weights, plan, o);
     std::vector<int> target(ids.begin() + 1, ids.end());
     target.push_back(0);  // its weight is 0
-    const Tensor logprob = ops::head_logprobs(r.hidden, weights->outer().head, target);
-    Tensor d = Tensor::full({n}, -1.0f / static_cast<float>(n - 1));
+    const Linear& head = weights->outer().head;
+    Tensor logprob, d = Tensor::full({n}, -1.0f / static_cast<float>(n - 1));
     d.f32()[n - 1] = 0;
+    if (!gradients) {
+      logprob = ops::head_logprobs(r.hidden, head, target);
+    } else {
+      const Tensor d_hidden = ops::head_logprobs_backward(d, r.hidden, head, target, gradients->outer.head, &logprob);
+      backward(*weights, plan, o, r, d_hidden, {}, *gradients, {});
+    }
     double loss = 0;
     for (int i = 0; i < n; ++i) loss += double{d.f32()[i]} * logprob.f32()[i];
-    if (!gradients) return loss;
-    const Tensor d_hidden =
-        ops::head_logprobs_backward(d, r.hidden, weights->outer().head, target, gradients->outer.head);
-    backward(*weights, plan, o, r, d_hidden, {}, *gradients, {});
     return loss;
   }
 

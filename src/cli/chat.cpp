@@ -1,4 +1,5 @@
 // plumb chat: a conversation in the terminal. Sampled turns are kept as token ids and never rendered again.
+#include <algorithm>
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <iostream>
@@ -6,6 +7,7 @@
 #include "base/error.h"
 #include "cli/commands.h"
 #include "cli/session.h"
+#include "rollout/engine.h"
 #include "tokenizer/chat_stream.h"
 
 namespace plumb::cli {
@@ -55,6 +57,52 @@ class Printer {
   ChatTokenizer tokenizer_;
 };
 
+// One engine for all turns: its prefix cache holds what was said before, so that a turn reads only what is new.
+class Talk {
+ public:
+  explicit Talk(const ModelSession& s) : session_(s) {
+    if (s.adapter) registry_->publish("adapter", s.adapter);
+  }
+
+  // Calls each(token) for all tokens of the answer, the stop token included. -> whether a stop token ended it.
+  template <class Each>
+  bool answer(const std::vector<int>& prompt, const SamplingParams& sampling, uint64_t turn, Each&& each) {
+    make_room(static_cast<int64_t>(prompt.size()) + sampling.max_tokens);
+    Request r;
+    r.prompt = prompt, r.sampling = sampling, r.key = turn;
+    if (session_.adapter) r.adapter = "adapter";
+    engine_->submit(std::move(r));
+    Finish finish = Finish::none;
+    while (!engine_->idle())
+      for (const Event& e : engine_->step()) {
+        if (e.finish == Finish::error) fail("engine", e.error);
+        finish = e.finish;
+        each(e.token);
+      }
+    return finish == Finish::stop;
+  }
+
+ private:
+  // A larger engine when the conversation outgrows the one that is there.
+  void make_room(int64_t tokens) {
+    const ModelConfig& config = session_.weights->model;
+    if (engine_ && tokens <= room_) return;
+    room_ = static_cast<int>(std::min<int64_t>(std::max<int64_t>(4096, 2 * tokens), config.max_position_embeddings));
+    EngineOptions o;
+    o.numerics = session_.numerics;
+    o.max_running = 1;
+    const int positions = page_positions(plan_shape(config));
+    o.key_pages = o.entry_pages = room_ / positions + 2;
+    engine_.reset();
+    engine_ = std::make_unique<Engine>(*session_.weights, o, registry_);
+  }
+
+  const ModelSession& session_;
+  std::shared_ptr<AdapterRegistry> registry_ = std::make_shared<AdapterRegistry>();
+  std::unique_ptr<Engine> engine_;
+  int room_ = 0;
+};
+
 void chat(Arguments& a) {
   check(a.sampling.params);
   ModelSession s = open_model(a.model);
@@ -68,6 +116,7 @@ void chat(Arguments& a) {
     m.content = a.system;
     messages.push_back(m);
   }
+  Talk talk(s);
   std::vector<int> ids;
   std::string line;
   for (uint64_t turn = 0; std::printf("> "), std::fflush(stdout), std::getline(std::cin, line); ++turn) {
@@ -78,17 +127,14 @@ void chat(Arguments& a) {
     for (int32_t id : encode_prompt(messages, s.chat, tokenizer)) ids.push_back(id);
 
     Printer printer(s);
-    GenerateOptions options;
-    options.numerics = s.numerics;
-    options.adapter = s.adapter;
-    options.on_token = [&](size_t, const GeneratedToken& t) {
+    std::vector<int> answered;
+    const bool stopped = talk.answer(ids, a.sampling.params, turn, [&](const GeneratedToken& t) {
       if (t.id != a.sampling.params.stop_tokens[0]) printer.push(t.id);
-      return true;
-    };
-    const Generation g = generate(*s.weights, {{ids, a.sampling.params, turn}}, options)[0];
-    printer.finish(!g.stopped);
-    for (const GeneratedToken& t : g.tokens) ids.push_back(t.id);
-    if (!g.stopped) ids.push_back(a.sampling.params.stop_tokens[0]);
+      answered.push_back(t.id);
+    });
+    printer.finish(!stopped);
+    ids.insert(ids.end(), answered.begin(), answered.end());
+    if (!stopped) ids.push_back(a.sampling.params.stop_tokens[0]);
     Message answer;  // only marks the place: its tokens are in ids already
     answer.role = ChatRole::assistant;
     messages.push_back(answer);

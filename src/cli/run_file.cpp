@@ -36,6 +36,7 @@ void print_json(const RunConfig& config, const RunSummary& s) {
   j["stopped"] = s.stopped;
   j["loss"] = s.loss;  // NaN becomes null
   j["eval_loss"] = s.eval_loss;
+  if (config.command == RunCommand::rl) j["reward"] = s.reward, j["eval_reward"] = s.eval_reward;
   j["tokens"] = s.tokens;
   j["seconds"] = s.seconds;
   j["output"] = config.output.dir;
@@ -50,7 +51,8 @@ void report(const RunConfig& config, const RunSummary& s) {
   if (s.stopped)
     log_info("stopped after step {} of {}; start the same command again to go on", s.steps, s.total_steps);
   else
-    log_info("done: {} steps{}{}", s.steps, known("loss", s.loss), known("eval/loss", s.eval_loss));
+    log_info("done: {} steps{}{}{}{}", s.steps, known("loss", s.loss), known("eval/loss", s.eval_loss),
+             known("reward", s.reward), known("eval/reward", s.eval_reward));
   if (s.seconds > 0)
     log_info("time in steps: {}, {:.0f} tokens/s", duration_text(s.seconds), static_cast<double>(s.tokens) / s.seconds);
   log_info("checkpoint: {}", s.checkpoint.empty() ? "none" : s.checkpoint);

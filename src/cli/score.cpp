@@ -47,6 +47,11 @@ std::vector<int> read_line(const InputLine& line, const ModelSession& s) {
     }
   }
   if (ids.empty()) fail(where, "has no token", keys);
+  const size_t positions = s.weights->model.max_position_embeddings;
+  if (ids.size() > positions)
+    fail(where,
+         "has " + std::to_string(ids.size()) + " tokens, the model has " + std::to_string(positions) + " positions",
+         "split it");
   return ids;
 }
 
@@ -56,33 +61,21 @@ std::vector<std::vector<int>> read_input(const Arguments& a, const ModelSession&
   return documents;
 }
 
-// Documents are packed into rows: a document's log-probabilities have the same bits alone and packed.
-struct Row {
-  size_t first, last;  // documents
-};
-std::vector<Row> pack(const std::vector<std::vector<int>>& documents, int row_tokens) {
-  std::vector<Row> rows;
-  size_t used = 0;
-  for (size_t i = 0; i < documents.size(); ++i) {
-    if (rows.empty() || used + documents[i].size() > static_cast<size_t>(row_tokens)) rows.push_back({i, i}), used = 0;
-    used += documents[i].size();
-    rows.back().last = i + 1;
-  }
-  return rows;
-}
-
-nlohmann::ordered_json experts_json(const Taps& taps, int layers, int64_t begin, int64_t count) {
-  auto all = nlohmann::ordered_json::array();  // [tokens][layers][experts a token]
-  for (int64_t t = begin; t < begin + count; ++t) {
+nlohmann::ordered_json to_json(const std::vector<int>& tokens, const Scores& scores) {
+  nlohmann::ordered_json line;
+  line["tokens"] = tokens;
+  auto& list = line["logprobs"] = nlohmann::ordered_json::array({nullptr});
+  for (const float l : scores.logprobs) list.push_back(l);
+  if (!scores.routed.defined()) return line;
+  auto& all = line["routed_experts"] = nlohmann::ordered_json::array();  // [tokens][layers][experts of a token]
+  const int32_t* at = scores.routed.ptr<int32_t>();
+  const int64_t layers = scores.routed.size(1), width = scores.routed.size(2);
+  for (int64_t t = 0; t < scores.routed.size(0); ++t) {
     auto token = nlohmann::ordered_json::array();
-    for (int layer = 0; layer < layers; ++layer) {
-      const Tensor& chosen = taps.values.at("routed." + std::to_string(layer));
-      const int64_t* row = chosen.ptr<int64_t>() + t * chosen.size(1);
-      token.push_back(std::vector<int64_t>(row, row + chosen.size(1)));
-    }
+    for (int64_t layer = 0; layer < layers; ++layer, at += width) token.push_back(std::vector<int32_t>(at, at + width));
     all.push_back(token);
   }
-  return all;
+  return line;
 }
 
 // What `released_check.py layers` reads: taps, ids, logits, and the MTP layer's logits.
@@ -105,49 +98,39 @@ void dump_layers(const Arguments& a, ModelSession& s, const std::vector<int>& id
   write_safetensors(a.dump_layers, out);
 }
 
+// Logits and intermediate values are those of a training pass over each document alone; the engine's log-probabilities
+// have the same bits.
+void dump(const Arguments& a, ModelSession& s, const std::vector<std::vector<int>>& documents) {
+  AdapterBatch adapters;
+  if (s.adapter) adapters.parts.push_back({s.adapter, {}, true, nullptr});
+  std::vector<std::pair<std::string, Tensor>> logits;
+  for (size_t d = 0; d < documents.size(); ++d) {
+    Taps taps;
+    ForwardOptions o;
+    o.numerics = s.numerics;
+    o.adapters = s.adapter ? &adapters : nullptr;
+    o.taps = a.dump_layers.empty() ? nullptr : &taps;
+    o.keep_streams = !a.dump_layers.empty();
+    const ForwardResult result = forward(*s.weights, plan_documents(plan_shape(s.weights->model), {documents[d]}), o);
+    if (!a.dump_logits.empty())
+      logits.emplace_back("logits." + std::to_string(d), ops::head_logits(result.hidden, s.weights->outer().head));
+    if (!a.dump_layers.empty()) dump_layers(a, s, documents[d], taps, o, result);
+  }
+  if (!a.dump_logits.empty()) write_safetensors(a.dump_logits, logits);
+}
+
 void score(const Arguments& a) {
   if (a.row_tokens < 1) throw UsageError("--row-tokens", "must be at least 1");
   ModelSession s = open_model(a.model);
   const auto documents = read_input(a, s);
   if (!a.dump_layers.empty() && documents.size() != 1)
     throw UsageError("--dump-layers", "needs an input of one line, not " + std::to_string(documents.size()));
-  AdapterBatch adapters;
-  if (s.adapter) adapters.parts.push_back({s.adapter, {}, true, nullptr});
   FileWriter output(a.output);
-  std::vector<std::pair<std::string, Tensor>> logits;
-
-  for (const Row& row : pack(documents, a.row_tokens)) {
-    const std::vector<std::vector<int>> packed(documents.begin() + row.first, documents.begin() + row.last);
-    Taps taps;
-    taps.choices_only = a.dump_layers.empty();
-    ForwardOptions o;
-    o.numerics = s.numerics;
-    o.adapters = s.adapter ? &adapters : nullptr;
-    o.taps = a.routed_experts || !a.dump_layers.empty() ? &taps : nullptr;
-    o.keep_streams = !a.dump_layers.empty();
-    const SequencePlan plan = plan_documents(plan_shape(s.weights->model), packed);
-    const ForwardResult result = forward(*s.weights, plan, o);
-    std::vector<int> target(plan.token.begin() + 1, plan.token.end());
-    target.push_back(0);  // nobody asks for what follows the last token
-    const Tensor logprobs = ops::head_logprobs(result.hidden, s.weights->outer().head, target);
-
-    int64_t at = 0;
-    for (size_t d = row.first; d < row.last; ++d) {
-      const int64_t n = static_cast<int64_t>(documents[d].size());
-      nlohmann::ordered_json line;
-      line["tokens"] = documents[d];
-      auto& list = line["logprobs"] = nlohmann::ordered_json::array({nullptr});
-      for (int64_t i = 0; i + 1 < n; ++i) list.push_back(logprobs.f32()[at + i]);
-      if (a.routed_experts) line["routed_experts"] = experts_json(taps, s.weights->model.num_hidden_layers, at, n);
-      output.write(line.dump() + "\n");
-      if (!a.dump_logits.empty())
-        logits.emplace_back("logits." + std::to_string(d),
-                            ops::head_logits(result.hidden.rows(at, at + n), s.weights->outer().head));
-      at += n;
-    }
-    if (!a.dump_layers.empty()) dump_layers(a, s, documents[0], taps, o, result);
-  }
-  if (!a.dump_logits.empty()) write_safetensors(a.dump_logits, logits);
+  const ScoreOptions options{s.numerics, s.adapter, a.routed_experts, a.row_tokens};
+  plumb::score(*s.weights, documents, options, [&](size_t document, const Scores& scores) {
+    output.write(to_json(documents[document], scores).dump() + "\n");
+  });
+  if (!a.dump_logits.empty() || !a.dump_layers.empty()) dump(a, s, documents);
   output.commit();
 }
 

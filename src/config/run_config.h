@@ -88,7 +88,6 @@ struct RlKeys {
   double advantage_balance = 0;
   bool precalculate_logprobs = false;
   int64_t min_shared_tokens = 64;
-  bool replay_experts = false;
   int64_t samples_every = 1;
 };
 

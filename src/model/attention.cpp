@@ -20,8 +20,8 @@ constexpr CompressorPoints kMain{Point::pool_ckv, Point::norm_ckv, Point::rope_c
 constexpr CompressorPoints kIndex{Point::pool_ik, Point::norm_ik, Point::rope_ik, Point::had_ik, Point::sim_ik};
 
 float eps(const PassContext& ctx) { return static_cast<float>(ctx.config.rms_norm_eps); }
-const std::vector<float>& freq(const PassContext& ctx, LayerKind kind) {
-  return kind == LayerKind::window ? ctx.window_freq : ctx.compressed_freq;
+const ops::RotaryTable& rotary(const PassContext& ctx, LayerKind kind) {
+  return kind == LayerKind::window ? ctx.window_rotary : ctx.compressed_rotary;
 }
 const CompressionPlan& compression(const PassContext& ctx, LayerKind kind) {
   return kind == LayerKind::csa ? ctx.plan.csa : ctx.plan.hca;
@@ -49,9 +49,9 @@ void store_rows(const Tensor& from, const std::vector<int>& slot, int offset, co
 }
 
 // x [T,d] -> finished entries [new entries, c], spec 3.6. Keeps the rows of open windows in the cache.
-Tensor compress(const PassContext& ctx, const CompressorPart<Linear>& w, const CompressionPlan& plan, LayerKind kind,
-                const Tensor& x, const LoraList& kv_lora, const LoraList& gate_lora, const CompressorPoints& points,
-                Tensor* pending_kv, Tensor* pending_gate, CompressorSaved& s) {
+Tensor compress(const PassContext& ctx, const CompressorPart<Linear>& w, const CompressionPlan& plan, const Tensor& x,
+                const LoraList& kv_lora, const LoraList& gate_lora, const CompressorPoints& points, Tensor* pending_kv,
+                Tensor* pending_gate, CompressorSaved& s) {
   const int64_t width = w.norm.numel();
   s.rows.kv = ops::linear(x, w.wkv, kv_lora);  // FP32 results, no rounding point
   s.rows.gate = ops::linear(x, w.wgate, gate_lora);
@@ -60,7 +60,7 @@ Tensor compress(const PassContext& ctx, const CompressorPart<Linear>& w, const C
   ops::round_point(ctx.numerics, points.pool, s.pooled);
   Tensor e = ops::rms_norm(s.pooled, w.norm, eps(ctx));
   ops::round_point(ctx.numerics, points.norm, e);
-  ops::rotate(e.f32(), plan.new_entries(), 1, width, plan.position, freq(ctx, kind), false);
+  ops::rotate(e.f32(), plan.new_entries(), 1, width, plan.position, ctx.compressed_freq, false);
   ops::round_point(ctx.numerics, points.rope, e);
   if (points.hadamard == Point::none) {
     simulate_storage(ctx, points.sim, e);
@@ -80,10 +80,10 @@ Tensor compress(const PassContext& ctx, const CompressorPart<Linear>& w, const C
 
 // Gradient of finished entries -> the compressor's parameters, and dx [T,d] +=.
 void compress_backward(const PassContext& ctx, const CompressorPart<Linear>& w, const CompressionPlan& plan,
-                       LayerKind kind, const Tensor& x, const LoraList& kv_lora, const LoraList& gate_lora,
-                       const CompressorSaved& s, Tensor d_entries, const std::vector<LoraGrad>& kv_grads,
-                       const std::vector<LoraGrad>& gate_grads, CompressorPart<Tensor>& grads, Tensor* dx) {
-  ops::rotate(d_entries.f32(), plan.new_entries(), 1, w.norm.numel(), plan.position, freq(ctx, kind), true);
+                       const Tensor& x, const LoraList& kv_lora, const LoraList& gate_lora, const CompressorSaved& s,
+                       Tensor d_entries, const std::vector<LoraGrad>& kv_grads, const std::vector<LoraGrad>& gate_grads,
+                       CompressorPart<Tensor>& grads, Tensor* dx) {
+  ops::rotate(d_entries.f32(), plan.new_entries(), 1, w.norm.numel(), plan.position, ctx.compressed_freq, true);
   Tensor d_pooled = ops::rms_norm_backward(d_entries, s.pooled, w.norm, eps(ctx), grads.norm);
   Tensor d_kv = Tensor::zeros(s.rows.kv.shape()), d_gate = Tensor::zeros(s.rows.gate.shape());
   ops::pool_entries_backward(plan, s.rows, w.ape, d_pooled, d_kv, d_gate, grads.ape);
@@ -100,7 +100,7 @@ void index_queries(const PassContext& ctx, const IndexerPart<Linear>& w, const T
   const ModelConfig& c = ctx.config;
   const int64_t rows = x.size(0), heads = c.index_n_heads, width = c.index_head_dim;
   s.iq = ops::linear(qr, w.wq_b, {}, {ctx.numerics, Point::act_iwq_b, Point::out_iwq_b}).view({rows, heads, width});
-  ops::rotate(s.iq.f32(), rows, heads, width, ctx.plan.position, ctx.compressed_freq, false);
+  ops::rotate(s.iq.f32(), heads, width, ctx.compressed_rotary, false);
   ops::round_point(ctx.numerics, Point::rope_iq, s.iq);
   if (transforms(ctx, Point::had_iq)) ops::hadamard(s.iq.f32(), rows * heads, width);
   ops::round_point(ctx.numerics, Point::had_iq, s.iq);
@@ -115,7 +115,7 @@ void index_queries(const PassContext& ctx, const IndexerPart<Linear>& w, const T
 void compressed_keys(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& x, LayerCache* cache,
                      AttentionSaved& s) {
   const CompressionPlan& plan = compression(ctx, w.kind);
-  Tensor e = compress(ctx, w.attn.compressor, plan, w.kind, x, lora_of(ctx, layer, &LayerLora::compressor_wkv),
+  Tensor e = compress(ctx, w.attn.compressor, plan, x, lora_of(ctx, layer, &LayerLora::compressor_wkv),
                       lora_of(ctx, layer, &LayerLora::compressor_wgate), kMain, cache ? &cache->pending_kv : nullptr,
                       cache ? &cache->pending_gate : nullptr, s.main);
   put(ctx, "ckv", layer, e);
@@ -126,8 +126,8 @@ void compressed_keys(const PassContext& ctx, const LayerWeights& w, int layer, c
   }
   index_queries(ctx, w.attn.indexer, x, s.qr, s);
   Tensor k =
-      compress(ctx, w.attn.indexer.compressor, plan, w.kind, x, {}, {}, kIndex,
-               cache ? &cache->index_pending_kv : nullptr, cache ? &cache->index_pending_gate : nullptr, s.index);
+      compress(ctx, w.attn.indexer.compressor, plan, x, {}, {}, kIndex, cache ? &cache->index_pending_kv : nullptr,
+               cache ? &cache->index_pending_gate : nullptr, s.index);
   s.ik = cache ? cache->index_keys : Tensor::empty({plan.entries, k.size(1)});
   store_rows(k, plan.slot, 0, s.ik);
   s.selected = ops::select_entries(s.iq, s.iw, s.ik, plan.visible, ctx.config.index_topk);
@@ -211,7 +211,7 @@ void indexer_backward(const PassContext& ctx, const LayerWeights& w, const Atten
                                        options.sparse ? s.selected : ops::visible_entries(ctx.plan.csa.visible), s.q,
                                        s.keys.rows(ctx.plan.key_rows, s.keys.size(0)), other_lse, d_q, d_w, d_k);
   if (transforms(ctx, Point::had_iq)) ops::hadamard(d_q.f32(), rows * heads, width);
-  ops::rotate(d_q.f32(), rows, heads, width, ctx.plan.position, ctx.compressed_freq, true);
+  ops::rotate(d_q.f32(), heads, width, ctx.compressed_rotary, true);
   ops::linear_backward(d_q.view({rows, heads * width}), s.qr, iw.wq_b, {},
                        {ctx.numerics, Point::act_iwq_b, Point::out_iwq_b}, {}, ig.wq_b);
   const float scale =
@@ -219,8 +219,7 @@ void indexer_backward(const PassContext& ctx, const LayerWeights& w, const Atten
   for (int64_t i = 0; i < d_w.numel(); ++i) d_w.f32()[i] *= scale;
   ops::linear_backward(d_w, s.x, iw.weights_proj, {}, {ctx.numerics, Point::none, Point::out_iw}, {}, ig.weights_proj);
   if (transforms(ctx, Point::had_ik)) ops::hadamard(d_k.f32(), d_k.size(0), width);
-  compress_backward(ctx, iw.compressor, ctx.plan.csa, w.kind, s.x, {}, {}, s.index, d_k, {}, {}, ig.compressor,
-                    nullptr);
+  compress_backward(ctx, iw.compressor, ctx.plan.csa, s.x, {}, {}, s.index, d_k, {}, {}, ig.compressor, nullptr);
 }
 
 }  // namespace
@@ -239,14 +238,14 @@ Tensor attention_forward(const PassContext& ctx, const LayerWeights& w, int laye
   s.qb = ops::linear(s.qr, w.attn.wq_b, lora_of(ctx, layer, &LayerLora::wq_b), {n, Point::act_wq_b, Point::out_wq_b});
   s.q = ops::rms_norm(s.qb.view({rows * heads, width}), {}, eps(ctx)).view({rows, heads, width});
   ops::round_point(n, Point::norm_qhead, s.q);
-  ops::rotate(s.q.f32(), rows, heads, width, ctx.plan.position, freq(ctx, w.kind), false);
+  ops::rotate(s.q.f32(), heads, width, rotary(ctx, w.kind), false);
   ops::round_point(n, Point::rope_q, s.q);
 
   // Window keys: one head, the key is the value.
   s.kva = ops::linear(x, w.attn.wkv, lora_of(ctx, layer, &LayerLora::wkv), {n, Point::act_wkv, Point::out_wkv});
   Tensor kv = ops::rms_norm(s.kva, w.attn.kv_norm, eps(ctx));
   ops::round_point(n, Point::norm_kv, kv);
-  ops::rotate(kv.f32(), rows, 1, width, ctx.plan.position, freq(ctx, w.kind), false);
+  ops::rotate(kv.f32(), 1, width, rotary(ctx, w.kind), false);
   ops::round_point(n, Point::rope_kv, kv);
   simulate_storage(ctx, Point::sim_kv, kv);
   put(ctx, "q", layer, s.q), put(ctx, "kv", layer, kv);
@@ -264,7 +263,7 @@ Tensor attention_forward(const PassContext& ctx, const LayerWeights& w, int laye
   s.core = ops::sparse_attention(s.q, s.keys, s.lists, w.attn.sink, n);
   put(ctx, "o", layer, s.core.o);
   s.turned = s.core.o.clone();
-  ops::rotate(s.turned.f32(), rows, heads, width, ctx.plan.position, freq(ctx, w.kind), true);
+  ops::rotate(s.turned.f32(), heads, width, rotary(ctx, w.kind), true);
   ops::round_point(n, Point::rope_o, s.turned);
   s.u = grouped_output(ctx, w, layer, s.turned);
   return ops::linear(s.u, w.attn.wo_b, lora_of(ctx, layer, &LayerLora::wo_b), {n, Point::act_wo_b, Point::out_wo_b});
@@ -282,12 +281,12 @@ Tensor attention_backward(const PassContext& ctx, const LayerWeights& w, int lay
                                     {n, Point::act_wo_b, Point::out_wo_b},
                                     lora_grads_of(ctx, layer, &LayerLora::wo_b, &LayerLoraGrad::wo_b), grads.attn.wo_b);
   Tensor d_o = grouped_output_backward(ctx, w, layer, s.turned, d_u, grads);
-  ops::rotate(d_o.f32(), rows, heads, width, ctx.plan.position, freq(ctx, w.kind), false);
+  ops::rotate(d_o.f32(), heads, width, rotary(ctx, w.kind), false);
   Tensor d_keys = Tensor::zeros(s.keys.shape());
   Tensor d_q = ops::sparse_attention_backward(d_o, s.q, s.keys, s.lists, w.attn.sink, s.core, d_keys, grads.attn.sink);
 
   // Queries.
-  ops::rotate(d_q.f32(), rows, heads, width, ctx.plan.position, freq(ctx, w.kind), true);
+  ops::rotate(d_q.f32(), heads, width, rotary(ctx, w.kind), true);
   Tensor d_qb =
       ops::rms_norm_backward(d_q.view({rows * heads, width}), s.qb.view({rows * heads, width}), {}, eps(ctx), {});
   Tensor d_qr =
@@ -301,7 +300,7 @@ Tensor attention_backward(const PassContext& ctx, const LayerWeights& w, int lay
 
   // Window keys.
   Tensor d_kv = d_keys.rows(0, rows);
-  ops::rotate(d_kv.f32(), rows, 1, width, ctx.plan.position, freq(ctx, w.kind), true);
+  ops::rotate(d_kv.f32(), 1, width, rotary(ctx, w.kind), true);
   Tensor d_kva = ops::rms_norm_backward(d_kv, s.kva, w.attn.kv_norm, eps(ctx), grads.attn.kv_norm);
   Tensor from_kv = ops::linear_backward(
       d_kva, s.x, w.attn.wkv, lora_of(ctx, layer, &LayerLora::wkv), {n, Point::act_wkv, Point::out_wkv},
@@ -311,7 +310,7 @@ Tensor attention_backward(const PassContext& ctx, const LayerWeights& w, int lay
   // Compressed entries.
   if (w.kind != LayerKind::window)
     compress_backward(
-        ctx, w.attn.compressor, compression(ctx, w.kind), w.kind, s.x, lora_of(ctx, layer, &LayerLora::compressor_wkv),
+        ctx, w.attn.compressor, compression(ctx, w.kind), s.x, lora_of(ctx, layer, &LayerLora::compressor_wkv),
         lora_of(ctx, layer, &LayerLora::compressor_wgate), s.main, d_keys.rows(ctx.plan.key_rows, d_keys.size(0)),
         lora_grads_of(ctx, layer, &LayerLora::compressor_wkv, &LayerLoraGrad::compressor_wkv),
         lora_grads_of(ctx, layer, &LayerLora::compressor_wgate, &LayerLoraGrad::compressor_wgate),

@@ -125,11 +125,14 @@ void tap_layer(const PassContext& ctx, int layer, const LayerSaved& s, const Ten
 }  // namespace
 
 PassContext make_context(const ModelConfig& config, const SequencePlan& plan, Numerics numerics) {
-  PassContext ctx{config, plan, numerics, nullptr, nullptr, nullptr, {}, {}, {}};
-  ctx.window_freq = ops::rotary_frequencies(config.qk_rope_head_dim, config.rope_theta, nullptr);
-  if (config.has(LayerKind::csa) || config.has(LayerKind::hca))
+  PassContext ctx{config, plan, numerics, nullptr, nullptr, nullptr, {}, {}, {}, {}};
+  ctx.window_rotary =
+      ops::rotary_table(plan.position, ops::rotary_frequencies(config.qk_rope_head_dim, config.rope_theta, nullptr));
+  if (config.has(LayerKind::csa) || config.has(LayerKind::hca)) {
     ctx.compressed_freq = ops::rotary_frequencies(config.qk_rope_head_dim, config.compress_rope_theta,
                                                   config.yarn ? &*config.yarn : nullptr);
+    ctx.compressed_rotary = ops::rotary_table(plan.position, ctx.compressed_freq);
+  }
   return ctx;
 }
 

@@ -10,6 +10,7 @@
 #include "ops/attention.h"
 #include "ops/compressor.h"
 #include "ops/indexer.h"
+#include "ops/rope.h"
 #include "plan/sequence_plan.h"
 
 namespace plumb {
@@ -47,8 +48,9 @@ struct PassContext {
   const AdapterBatch* adapters = nullptr;
   std::vector<LayerCache>* cache = nullptr;
   Taps* taps = nullptr;
-  std::vector<float> window_freq, compressed_freq;  // rotary tables of ratio 0 and of the others
-  std::map<int, Tensor> replay;                     // layer -> i32 [rows,K] experts that replace the router's choice
+  std::vector<float> compressed_freq;                 // of the layers of ratio > 0, for the positions of entries
+  ops::RotaryTable window_rotary, compressed_rotary;  // of the rows in layers of ratio 0 and in the others
+  std::map<int, Tensor> replay;                       // layer -> i32 [rows,K] experts that replace the router's choice
 };
 PassContext make_context(const ModelConfig& config, const SequencePlan& plan, Numerics numerics);
 

@@ -57,9 +57,12 @@ void check_targets(const Tensor& hidden, const Linear& head, const std::vector<i
       fail("head", "target " + std::to_string(t) + " is outside the vocabulary of " + std::to_string(head.out));
 }
 
+float log_probability(const SoftmaxSum& s, float logit) {
+  return static_cast<float>(double{logit} - s.highest - std::log(s.sum));
+}
+
 // logits of one row -> gradient d * (1[v == target] - p_v), in place.
-void softmax_gradient(float* logits, int64_t vocab, int target, float d) {
-  const SoftmaxSum s = softmax_sum(logits, vocab);
+void softmax_gradient(const SoftmaxSum& s, float* logits, int64_t vocab, int target, float d) {
   const Lanes highest = splat(s.highest), factor = splat(static_cast<float>(-d / s.sum));
   for_lanes(vocab,
             [&](int64_t v, int64_t n) { store_part(logits + v, exp(load_part(logits + v, n) - highest) * factor, n); });
@@ -84,14 +87,13 @@ void for_chunks(const Tensor& hidden, const Linear& head, Body&& body) {
 Tensor head_logits(const Tensor& hidden, const Linear& head) { return linear(hidden, head); }
 
 float log_probability(const float* logits, int64_t vocab, int target) {
-  return log_probabilities(logits, vocab, {&target, 1})[0];
+  return log_probability(softmax_sum(logits, vocab), logits[target]);
 }
 
 std::vector<float> log_probabilities(const float* logits, int64_t vocab, std::span<const int> targets) {
   const SoftmaxSum s = softmax_sum(logits, vocab);
-  const double log_sum = std::log(s.sum);
   std::vector<float> values;
-  for (const int t : targets) values.push_back(static_cast<float>(double{logits[t]} - s.highest - log_sum));
+  for (const int t : targets) values.push_back(log_probability(s, logits[t]));
   return values;
 }
 
@@ -108,13 +110,19 @@ Tensor head_logprobs(const Tensor& hidden, const Linear& head, const std::vector
 }
 
 Tensor head_logprobs_backward(const Tensor& d_logprob, const Tensor& hidden, const Linear& head,
-                              const std::vector<int>& target, const Tensor& d_head) {
+                              const std::vector<int>& target, const Tensor& d_head, Tensor* logprobs) {
   check_targets(hidden, head, target);
   Tensor d_hidden = Tensor::empty(hidden.shape());
+  if (logprobs) *logprobs = Tensor::empty({hidden.size(0)});
   for_chunks(hidden, head, [&](int64_t first, const Tensor& logits) {
     parallel_for(logits.size(0), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r)
-        softmax_gradient(logits.f32() + r * head.out, head.out, target[first + r], d_logprob.f32()[first + r]);
+      for (int64_t r = begin; r < end; ++r) {
+        float* row = logits.f32() + r * head.out;
+        const int wanted = target[first + r];
+        const SoftmaxSum s = softmax_sum(row, head.out);
+        if (logprobs) logprobs->f32()[first + r] = log_probability(s, row[wanted]);
+        softmax_gradient(s, row, head.out, wanted, d_logprob.f32()[first + r]);
+      }
     });
     const int64_t n = logits.size(0);
     linear_backward_input(logits.f32(), head.out, n, head, d_hidden.f32() + first * head.in, head.in, false);

@@ -19,8 +19,9 @@ std::vector<float> log_probabilities(const float* logits, int64_t vocab, std::sp
 Tensor head_logprobs(const Tensor& hidden, const Linear& head, const std::vector<int>& target);  // f32 [rows]
 
 // Backward of sum_i d_logprob[i] * logprob[i]: -> d_hidden [rows,d]; d_head f32 [V,d] += if defined. Recomputes the
-// logits.
+// logits; logprobs, if not null, becomes what head_logprobs returns, so that who knows d_logprob before needs no
+// forward pass.
 Tensor head_logprobs_backward(const Tensor& d_logprob, const Tensor& hidden, const Linear& head,
-                              const std::vector<int>& target, const Tensor& d_head);
+                              const std::vector<int>& target, const Tensor& d_head, Tensor* logprobs = nullptr);
 
 }  // namespace plumb::ops

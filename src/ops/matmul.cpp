@@ -143,7 +143,9 @@ int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 void few_rows(const MatmulKernels& kernel, int64_t m, int64_t n, int64_t k, const RowOperand& a, const PanelOperand& b,
               float* c, int64_t ldc, bool accumulate) {
   const int64_t unit = kernel.lanes / 2 * kStreamLanes, units = (n + unit - 1) / unit;
-  parallel_for(units, std::max<int64_t>(1, kSerialWork / (2 * unit * k)), [&](int64_t begin, int64_t end) {
+  const int64_t halves = 2 * int64_t{thread_count()};  // long runs of rows: each unit asks for the weights of the next
+  const int64_t grain = std::max((units + halves - 1) / halves, kSerialWork / (2 * unit * k));
+  parallel_for(units, grain, [&](int64_t begin, int64_t end) {
     kernel.few_rows(static_cast<int>(m), a.data, a.row_stride, b, begin * unit, std::min(n, end * unit), c, ldc,
                     accumulate);
   });

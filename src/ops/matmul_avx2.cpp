@@ -25,15 +25,19 @@ struct Avx2 {
   static I either(I a, I b) { return _mm256_or_si256(a, b); }
   static I plus(I a, I b) { return _mm256_add_epi32(a, b); }
   template <int n>
-  static I left(I v) {
-    return _mm256_slli_epi32(v, n);
+  static I shifted(I v) {
+    if constexpr (n > 0) return _mm256_slli_epi32(v, n);
+    if constexpr (n < 0) return _mm256_srli_epi32(v, -n);
+    return v;
   }
-  template <int n>
-  static I right(I v) {
-    return _mm256_srli_epi32(v, n);
+  static I shifted_right(I v, int64_t n) { return _mm256_srl_epi32(v, _mm_cvtsi64_si128(n)); }
+  static F with_sign(F magnitude, I sign) {  // magnitude >= 0, gets the top bit of `sign`
+    return as_float(either(as_int(magnitude), both(sign, set1i(static_cast<int>(0x80000000u)))));
   }
+  static bool any_bit(I v, int mask) { return !_mm256_testz_si256(v, set1i(mask)); }
   static F nan_where_equal(F v, I a, I b) { return _mm256_or_ps(v, as_float(_mm256_cmpeq_epi32(a, b))); }
 
+  static I load_int(const int* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
   static I load_u16(const uint8_t* p) {
     return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
@@ -46,20 +50,25 @@ struct Avx2 {
     return _mm256_srlv_epi32(_mm256_set1_epi32(eight), _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28));
   }
 
-  PLUMB_INLINE static F e4m3(I top) { return e4m3_value<Avx2>(top); }
   static F e2m1(I low) {  // the permutation looks at three bits of its index
     const F magnitude = _mm256_permutevar8x32_ps(_mm256_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6), low);
-    return _mm256_or_ps(magnitude, _mm256_and_ps(as_float(left<28>(low)), set1(-0.0f)));
+    return _mm256_or_ps(magnitude, _mm256_and_ps(as_float(shifted<28>(low)), set1(-0.0f)));
   }
 
-  // unit[j] lane i = 32-bit word j of the 16 bytes at row[i] + offset.
-  static void transpose(const uint8_t* const* row, int64_t offset, I* unit) {
+  static F e8m0(I code) {  // 2^(code - 127); 0 is a subnormal number, 255 is NaN
+    const I exponent = shifted<23>(both(code, set1i(0xff)));
+    const I zero = _mm256_cmpeq_epi32(exponent, _mm256_setzero_si256());
+    return nan_where_equal(as_float(either(exponent, both(zero, set1i(0x00400000)))), exponent, set1i(0x7f800000));
+  }
+
+  // unit[j] lane i = 32-bit word j of the 16 bytes at p + i * stride.
+  static void transpose(const uint8_t* p, int64_t stride, I* unit) {
     I r[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i)
       r[i] = _mm256_inserti128_si256(
-          _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row[i] + offset))),
-          _mm_loadu_si128(reinterpret_cast<const __m128i*>(row[i + 4] + offset)), 1);
+          _mm256_castsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p + i * stride))),
+          _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + (i + 4) * stride)), 1);
     const I low01 = _mm256_unpacklo_epi32(r[0], r[1]), low23 = _mm256_unpacklo_epi32(r[2], r[3]);
     const I high01 = _mm256_unpackhi_epi32(r[0], r[1]), high23 = _mm256_unpackhi_epi32(r[2], r[3]);
     unit[0] = _mm256_unpacklo_epi64(low01, low23);

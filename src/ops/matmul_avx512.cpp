@@ -33,17 +33,21 @@ struct Avx512 {
   static I either(I a, I b) { return _mm512_or_si512(a, b); }
   static I plus(I a, I b) { return _mm512_add_epi32(a, b); }
   template <int n>
-  static I left(I v) {
-    return _mm512_slli_epi32(v, n);
+  static I shifted(I v) {
+    if constexpr (n > 0) return _mm512_slli_epi32(v, n);
+    if constexpr (n < 0) return _mm512_srli_epi32(v, -n);
+    return v;
   }
-  template <int n>
-  static I right(I v) {
-    return _mm512_srli_epi32(v, n);
+  static I shifted_right(I v, int64_t n) { return _mm512_srl_epi32(v, _mm_cvtsi64_si128(n)); }
+  static F with_sign(F magnitude, I sign) {  // the top bit of `sign`, the others of `magnitude`
+    return as_float(_mm512_ternarylogic_epi32(set1i(0x7fffffff), as_int(magnitude), sign, 0xca));
   }
+  static bool any_bit(I v, int mask) { return _mm512_test_epi32_mask(v, set1i(mask)) != 0; }
   static F nan_where_equal(F v, I a, I b) {
     return as_float(_mm512_mask_set1_epi32(as_int(v), _mm512_cmpeq_epi32_mask(a, b), -1));
   }
 
+  static I load_int(const int* p) { return _mm512_loadu_si512(p); }
   static I load_u16(const uint8_t* p) {
     return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
@@ -57,19 +61,24 @@ struct Avx512 {
     return _mm512_srlv_epi32(words, _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28));
   }
 
-  PLUMB_INLINE static F e4m3(I top) { return e4m3_value<Avx512>(top); }
   static F e2m1(I low) {  // the permutation looks at four bits of its index
     return _mm512_permutexvar_ps(low,
                                  _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6));
   }
 
-  // unit[j] lane i = 32-bit word j of the 16 bytes at row[i] + offset.
-  static void transpose(const uint8_t* const* row, int64_t offset, I* unit) {
+  static F e8m0(I code) {  // 2^(code - 127); 0 is a subnormal number, 255 is NaN
+    const I exponent = shifted<23>(both(code, set1i(0xff)));
+    const I value = _mm512_mask_set1_epi32(exponent, _mm512_testn_epi32_mask(exponent, exponent), 0x00400000);
+    return nan_where_equal(as_float(value), exponent, set1i(0x7f800000));
+  }
+
+  // unit[j] lane i = 32-bit word j of the 16 bytes at p + i * stride.
+  static void transpose(const uint8_t* p, int64_t stride, I* unit) {
     I r[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
       const auto quarter = [&](int lane) {
-        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(row[lane] + offset));
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + lane * stride));
       };
       r[i] = _mm512_castsi128_si512(quarter(i));
       r[i] = _mm512_inserti32x4(r[i], quarter(i + 4), 1);

@@ -10,7 +10,7 @@ constexpr int kFewRows = 8;    // up to here B is not written to a panel
 constexpr int kMaxLanes = 32;  // outputs of a panel
 constexpr int kBlockK = 256;   // k of a panel: [256][32] FP32 is 32 KiB, near the first-level cache
 constexpr int kStreamLanes =
-    4;  // `few_rows` walks this many vectors of outputs at once, to hide the latency of a chain
+    4;  // `few_rows` walks at most this many vectors of outputs at once, to hide a chain's latency
 
 struct MatmulKernels {
   int rows, lanes;  // of a full tile

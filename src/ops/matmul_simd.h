@@ -2,8 +2,9 @@
 // internal linkage and calls nothing from the standard library: code compiled for a wider unit must not be shared with
 // the rest of the program by the linker.
 //
-// V gives: F, I (float and 32-bit integer vectors of `width` lanes) and the operations used below. Its `e4m3` takes the
-// code in the top byte of a lane, its `e2m1` in the lowest four bits; the other bits may hold anything.
+// V gives: F, I (float and 32-bit integer vectors of `width` lanes) and the operations used below. Its `e2m1` takes the
+// code in the lowest four bits of a lane, its `e8m0` in the lowest byte; the other bits may hold anything.
+// `shifted<n>`: n bits to the left, or -n to the right.
 #pragma once
 #include "ops/matmul_kernels.h"
 
@@ -30,55 +31,82 @@ constexpr int kPerUnit = f == WeightFormat::f32    ? 1
 template <WeightFormat f>
 constexpr bool kScaled = f == WeightFormat::fp8 || f == WeightFormat::fp4;
 
+// Code i (0 to 3, from the low byte) of each 32-bit unit -> its e4m3 value. Exponent and mantissa moved to their places
+// in FP32 give 1.m * 2^(e-7), right for all codes but the subnormal ones (e = 0), which lack the leading 1: there the
+// value is 2 f - 2^-6, elsewhere that is the larger of the two. (Multiplying an FP32 subnormal instead would trap into
+// microcode.) The two NaN codes become +-480 unless `nan`.
+template <class V, int i, bool nan>
+PLUMB_INLINE typename V::F e4m3_value(typename V::I unit) {
+  const auto magnitude = V::both(V::template shifted<20 - 8 * i>(unit), V::set1i(0x07f00000));
+  const auto f = V::as_float(V::plus(magnitude, V::set1i(120 << 23)));
+  const auto value = V::smaller(f, V::fma(f, V::set1(2.0f), V::set1(-0x1p-6f)));
+  const auto w = V::with_sign(value, V::template shifted<24 - 8 * i>(unit));
+  if constexpr (!nan) return w;
+  return V::nan_where_equal(w, magnitude, V::set1i(0x07f00000));
+}
+
+template <class V>
+PLUMB_INLINE typename V::I top_bit_where_nan(typename V::I unit) {
+  return V::plus(V::both(unit, V::set1i(0x7f7f7f7f)), V::set1i(0x01010101));
+}
+
+// Whether any of the codes in four vectors is NaN. Hardly any weight has one, so looking for them all at once is
+// cheaper than minding each.
+template <class V>
+PLUMB_INLINE bool has_nan_codes(const typename V::I* unit) {
+  const auto low = V::either(top_bit_where_nan<V>(unit[0]), top_bit_where_nan<V>(unit[1]));
+  const auto high = V::either(top_bit_where_nan<V>(unit[2]), top_bit_where_nan<V>(unit[3]));
+  return V::any_bit(V::either(low, high), static_cast<int>(0x80808080u));
+}
+
 // Value i of the kPerUnit values packed in each 32-bit unit, before its scale.
-template <class V, WeightFormat f, int i>
+template <class V, WeightFormat f, int i, bool nan>
 PLUMB_INLINE typename V::F expand(typename V::I unit) {
   if constexpr (f == WeightFormat::f32) return V::as_float(unit);
   if constexpr (f == WeightFormat::bf16)
-    return V::as_float(i == 0 ? V::template left<16>(unit) : V::both(unit, V::set1i(static_cast<int>(0xffff0000u))));
-  if constexpr (f == WeightFormat::fp8) return V::e4m3(V::template left<24 - 8 * i>(unit));
-  if constexpr (f == WeightFormat::fp4) return V::e2m1(V::template right<4 * i>(unit));
-}
-
-// e4m3 codes in the top bytes -> values. Exponent and mantissa moved to their places in FP32 give 1.m * 2^(e-7), right
-// for all codes but the subnormal ones (e = 0), which lack the leading 1: there the value is 2 f - 2^-6, elsewhere that
-// is the larger of the two. (Multiplying an FP32 subnormal instead would trap into microcode.)
-template <class V>
-PLUMB_INLINE typename V::F e4m3_value(typename V::I top) {
-  const auto magnitude = V::both(V::template right<4>(top), V::set1i(0x07f00000));
-  const auto f = V::as_float(V::plus(magnitude, V::set1i(120 << 23)));
-  const auto value = V::smaller(f, V::fma(f, V::set1(2.0f), V::set1(-0x1p-6f)));
-  const auto sign = V::both(top, V::set1i(static_cast<int>(0x80000000u)));
-  return V::nan_where_equal(V::as_float(V::either(V::as_int(value), sign)), magnitude, V::set1i(0x07f00000));
+    return V::as_float(i == 0 ? V::template shifted<16>(unit) : V::both(unit, V::set1i(static_cast<int>(0xffff0000u))));
+  if constexpr (f == WeightFormat::fp8) return e4m3_value<V, i, nan>(unit);
+  if constexpr (f == WeightFormat::fp4) return V::e2m1(V::template shifted<-4 * i>(unit));
 }
 
 // ---- rows of B are outputs: a group of `width` rows is transposed in registers, 16 bytes of each at a time
 // ---------------
 template <class V>
 struct RowGroup {
-  const uint8_t* row[V::width];
-  const uint8_t* scale[V::width];  // of each row; fp8: all rows share one
+  const uint8_t* data;  // of the first row
+  const uint8_t* scale;
+  int64_t stride, scale_stride;  // from row to row; fp8: all rows share one row of scales
+  int rows;                      // that exist, at most V::width
+  // fp4: scales of 128 k, four codes a row. They are fetched that many at a time because a vector made of scalars waits
+  // until these have been written to memory.
+  alignas(64) int scales[V::width];
 };
+constexpr int64_t kScalesK = 128;
 
 template <class V>
 PLUMB_INLINE void open_group(const PanelOperand& b, int64_t n, RowGroup<V>& g) {
-  for (int lane = 0; lane < V::width; ++lane) {
-    const int64_t row = n + lane < b.rows ? n + lane : b.rows - 1;  // lanes past the end repeat the last row
-    g.row[lane] = b.data + row * b.row_bytes;
-    if (b.format == WeightFormat::fp8) g.scale[lane] = b.scale + row / 128 * b.scale_stride;
-    if (b.format == WeightFormat::fp4) g.scale[lane] = b.scale + row * b.scale_stride;
+  g.data = b.data + n * b.row_bytes, g.stride = b.row_bytes, g.scale_stride = b.scale_stride;
+  g.rows = static_cast<int>(b.rows - n < V::width ? b.rows - n : V::width);
+  g.scale = b.scale + (b.format == WeightFormat::fp8 ? n / 128 : n) * b.scale_stride;
+}
+
+// Before each k that is a multiple of kScalesK, and before the first.
+template <class V>
+PLUMB_INLINE void fetch_scales(const PanelOperand& b, int64_t k, RowGroup<V>& g) {
+  const int64_t first = k / kScalesK * 4, left = b.scale_stride - first;
+  for (int lane = 0; lane < g.rows; ++lane) {
+    const uint8_t* from = g.scale + lane * g.scale_stride + first;
+    if (left >= 4)
+      __builtin_memcpy(&g.scales[lane], from, 4);
+    else
+      __builtin_memcpy(&g.scales[lane], from, left);
   }
 }
 
 template <class V, WeightFormat f>
 PLUMB_INLINE typename V::F group_scale(const RowGroup<V>& g, int64_t k) {
-  if constexpr (f == WeightFormat::fp8) return V::set1(e8m0.value[g.scale[0][k / 128]]);
-  alignas(64) float lane_scale[V::width];
-  if constexpr (f == WeightFormat::fp4) {
-#pragma GCC unroll 16
-    for (int lane = 0; lane < V::width; ++lane) lane_scale[lane] = e8m0.value[g.scale[lane][k / 32]];
-    return V::load(lane_scale);
-  }
+  if constexpr (f == WeightFormat::fp8) return V::set1(e8m0.value[g.scale[k / 128]]);
+  if constexpr (f == WeightFormat::fp4) return V::e8m0(V::shifted_right(V::load_int(g.scales), k % kScalesK / 32 * 8));
   return V::zero();  // unscaled
 }
 
@@ -89,27 +117,29 @@ PLUMB_INLINE void transposed_step(const RowGroup<V>& g, int64_t k, int count, Bo
   constexpr int per_unit = kPerUnit<f>;
   const int64_t offset = k * 4 / per_unit;
   typename V::I unit[4];
-  if constexpr (whole) {
-    V::transpose(g.row, offset, unit);
-  } else {
+  if (whole && g.rows == V::width) {
+    V::transpose(g.data + offset, g.stride, unit);
+  } else {  // never read past the matrix
     alignas(16) uint8_t copy[V::width][16] = {};
-    const uint8_t* row[V::width];
-    for (int lane = 0; lane < V::width; ++lane) {
-      __builtin_memcpy(copy[lane], g.row[lane] + offset, (count * 4 + per_unit - 1) / per_unit);
-      row[lane] = copy[lane];
-    }
-    V::transpose(row, 0, unit);
+    for (int lane = 0; lane < g.rows; ++lane)
+      __builtin_memcpy(copy[lane], g.data + lane * g.stride + offset, (count * 4 + per_unit - 1) / per_unit);
+    V::transpose(copy[0], 16, unit);
   }
   const auto scale = group_scale<V, f>(g, k);
-  unrolled<4>([&]<int u>() PLUMB_INLINE_LAMBDA {
-    unrolled<per_unit>([&]<int i>() PLUMB_INLINE_LAMBDA {
-      constexpr int j = u * per_unit + i;
-      if (!whole && j >= count) return;
-      auto w = expand<V, f, i>(unit[u]);
-      if constexpr (kScaled<f>) w = V::mul(w, scale);
-      body.template operator()<j>(w);
+  const auto expand_all = [&]<bool nan>() PLUMB_INLINE_LAMBDA {
+    unrolled<4>([&]<int u>() PLUMB_INLINE_LAMBDA {
+      unrolled<per_unit>([&]<int i>() PLUMB_INLINE_LAMBDA {
+        constexpr int j = u * per_unit + i;
+        if (!whole && j >= count) return;
+        auto w = expand<V, f, i, nan>(unit[u]);
+        if constexpr (kScaled<f>) w = V::mul(w, scale);
+        body.template operator()<j>(w);
+      });
     });
-  });
+  };
+  if constexpr (f == WeightFormat::fp8)
+    if (__builtin_expect(has_nan_codes<V>(unit), 0)) return expand_all.template operator()<true>();
+  expand_all.template operator()<false>();
 }
 
 template <class V, WeightFormat f>
@@ -121,14 +151,29 @@ void widen_rows(const PanelOperand& b, int64_t n0, int64_t k0, int64_t k1, float
     RowGroup<V> g;
     open_group<V>(b, n, g);
     float* out = panel + half * V::width;
-    int64_t k = k0;
-    for (; k + step <= k1; k += step, out += step * lanes)
-      transposed_step<V, f, true>(g, k, step,
-                                  [&]<int j>(typename V::F w) PLUMB_INLINE_LAMBDA { V::store(out + j * lanes, w); });
-    if (k < k1)
-      transposed_step<V, f, false>(g, k, static_cast<int>(k1 - k),
+    const auto put = [&]<bool whole>(int64_t k, int count) PLUMB_INLINE_LAMBDA {
+      if (f == WeightFormat::fp4 && (k == k0 || k % kScalesK == 0)) fetch_scales<V>(b, k, g);
+      transposed_step<V, f, whole>(g, k, count,
                                    [&]<int j>(typename V::F w) PLUMB_INLINE_LAMBDA { V::store(out + j * lanes, w); });
+      out += step * lanes;
+    };
+    int64_t k = k0;
+    for (; k + step <= k1; k += step) put.template operator()<true>(k, step);
+    if (k < k1) put.template operator()<false>(k, static_cast<int>(k1 - k));
   }
+}
+
+// Asks for the cache lines that this group's rows reach `kAhead` bytes after `offset`, or, at the end of the rows,
+// those at the beginning of the rows `skip` below: the walk is along short pieces of many rows, which no hardware
+// foresees.
+template <class V>
+PLUMB_INLINE void prefetch_group(const RowGroup<V>& g, int64_t offset, int64_t skip) {
+  constexpr int64_t kAhead = 128;
+  int64_t at = offset + kAhead;
+  if (at >= g.stride) at += skip * g.stride - g.stride;
+  const uint8_t* p = g.data + at;
+#pragma GCC unroll 16
+  for (int lane = 0; lane < V::width; ++lane, p += g.stride) __builtin_prefetch(p, 0, 2);
 }
 
 template <class V, WeightFormat f, int rows>
@@ -150,7 +195,11 @@ void few_rows_of(const float* x, int64_t ldx, const PanelOperand& b, int64_t n0,
           sums[g][r][lane] = load && g * width + lane < outputs ? c[r * ldc + n + g * width + lane] : 0;
     }
     const auto walk = [&]<bool whole>(int64_t k, int steps, int count) PLUMB_INLINE_LAMBDA {
+      if (f == WeightFormat::fp4 && k % kScalesK == 0)
+        for (int g = 0; g < groups; ++g) fetch_scales<V>(b, k, group[g]);
       for (int g = 0; g < groups; ++g) {
+        const int64_t offset = k * 4 / kPerUnit<f>;
+        if (offset % 64 == 0) prefetch_group<V>(group[g], offset, kStreamLanes * width);
         typename V::F sum[rows];
         unrolled<rows>([&]<int r>() PLUMB_INLINE_LAMBDA { sum[r] = V::load(sums[g][r]); });
         for (int64_t at = k; at < k + steps * step; at += step)
@@ -178,8 +227,8 @@ void few_rows_of(const float* x, int64_t ldx, const PanelOperand& b, int64_t n0,
 template <class V, WeightFormat f>
 PLUMB_INLINE typename V::F adjacent(const uint8_t* p) {
   if constexpr (f == WeightFormat::f32) return V::load(reinterpret_cast<const float*>(p));
-  if constexpr (f == WeightFormat::bf16) return V::as_float(V::template left<16>(V::load_u16(p)));
-  if constexpr (f == WeightFormat::fp8) return V::e4m3(V::template left<24>(V::load_u8(p)));
+  if constexpr (f == WeightFormat::bf16) return V::as_float(V::template shifted<16>(V::load_u16(p)));
+  if constexpr (f == WeightFormat::fp8) return e4m3_value<V, 0, true>(V::load_u8(p));
   if constexpr (f == WeightFormat::fp4) return V::e2m1(V::load_nibbles(p));
 }
 

@@ -55,29 +55,43 @@ std::vector<float> rotary_frequencies(int dim, double base, const Yarn* yarn) {
   return {w.begin(), w.end()};
 }
 
-void rotate(float* x, int64_t rows, int64_t vectors, int64_t width, const std::vector<int>& position,
-            const std::vector<float>& freq, bool inverse) {
-  const int64_t pairs = static_cast<int64_t>(freq.size());
-  PLUMB_CHECK(2 * pairs <= width && static_cast<int64_t>(position.size()) == rows);
-  parallel_for(rows, 8, [&](int64_t begin, int64_t end) {
-    std::vector<float> cosine(pairs), sine(pairs);
-    for (int64_t r = begin; r < end; ++r) {
-      for (int64_t j = 0; j < pairs; ++j) {
+RotaryTable rotary_table(const std::vector<int>& position, const std::vector<float>& freq) {
+  RotaryTable t{static_cast<int64_t>(position.size()), static_cast<int64_t>(freq.size()), {}, {}};
+  t.cosine.resize(t.rows * t.pairs);
+  t.sine.resize(t.rows * t.pairs);
+  parallel_for(t.rows, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r)
+      for (int64_t j = 0; j < t.pairs; ++j) {
         const float angle = static_cast<float>(position[r]) * freq[j];
-        cosine[j] = static_cast<float>(std::cos(static_cast<double>(angle)));
-        const float s = static_cast<float>(std::sin(static_cast<double>(angle)));
-        sine[j] = inverse ? -s : s;
+        t.cosine[r * t.pairs + j] = static_cast<float>(std::cos(static_cast<double>(angle)));
+        t.sine[r * t.pairs + j] = static_cast<float>(std::sin(static_cast<double>(angle)));
       }
+  });
+  return t;
+}
+
+void rotate(float* x, int64_t vectors, int64_t width, const RotaryTable& table, bool inverse) {
+  const int64_t pairs = table.pairs;
+  PLUMB_CHECK(2 * pairs <= width);
+  parallel_for(table.rows, 8, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const float *cosine = table.cosine.data() + r * pairs, *sine = table.sine.data() + r * pairs;
       for (int64_t v = 0; v < vectors; ++v) {
         float* tail = x + (r * vectors + v + 1) * width - 2 * pairs;
         for (int64_t j = 0; j < pairs; ++j) {
-          const float even = tail[2 * j], odd = tail[2 * j + 1];
-          tail[2 * j] = even * cosine[j] - odd * sine[j];
-          tail[2 * j + 1] = even * sine[j] + odd * cosine[j];
+          const float even = tail[2 * j], odd = tail[2 * j + 1], s = inverse ? -sine[j] : sine[j];
+          tail[2 * j] = even * cosine[j] - odd * s;
+          tail[2 * j + 1] = even * s + odd * cosine[j];
         }
       }
     }
   });
+}
+
+void rotate(float* x, int64_t rows, int64_t vectors, int64_t width, const std::vector<int>& position,
+            const std::vector<float>& freq, bool inverse) {
+  PLUMB_CHECK(static_cast<int64_t>(position.size()) == rows);
+  rotate(x, vectors, width, rotary_table(position, freq), inverse);
 }
 
 void hadamard(float* x, int64_t rows, int64_t n) {

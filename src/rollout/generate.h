@@ -1,4 +1,4 @@
-// Answers to a list of requests, all at once: a loop over the engine.
+// Answers to a list of requests, or log-probabilities of given tokens, all at once: loops over the engine.
 #pragma once
 #include <functional>
 #include <memory>
@@ -31,5 +31,21 @@ struct GenerateOptions {
 // One answer a request. Errors: those of Engine::submit, before any token is made.
 std::vector<Generation> generate(WeightStore& weights, const std::vector<GenerationRequest>& requests,
                                  const GenerateOptions& options);
+
+struct ScoreOptions {
+  Numerics numerics = Numerics::released;
+  std::shared_ptr<const Adapter> adapter;  // for all documents, or nullptr
+  bool routed_experts = false;
+  int step_tokens = 2048;  // computed together at most; changes no result
+};
+struct Scores {
+  std::vector<float> logprobs;  // [tokens - 1] of tokens 1, 2, ...
+  Tensor routed;                // on request: i32 [tokens, layers, experts of a token]
+};
+
+// Calls done(document, its scores) for all documents, in order, as soon as they are there. Errors: those of
+// Engine::submit, before anything is computed.
+void score(WeightStore& weights, const std::vector<std::vector<int>>& documents, const ScoreOptions& options,
+           const std::function<void(size_t document, const Scores&)>& done);
 
 }  // namespace plumb

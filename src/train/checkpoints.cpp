@@ -22,11 +22,9 @@ namespace plumb {
 namespace {
 namespace fs = std::filesystem;
 
-using NamedTensors = std::vector<std::pair<std::string, Tensor>>;
-
 // Everything that a run has to remember, under unique names; the tensors share memory with their owners.
-NamedTensors remembered(const Trainee& trainee, const Optimizer& optimizer) {
-  NamedTensors list;
+NamedTensors remembered(const Trainee& trainee, const Optimizer& optimizer, const NamedTensors& extra) {
+  NamedTensors list = extra;
   for (const Parameter& p : trainee.parameters) list.emplace_back("master." + p.name, p.master);
   for (auto& moment : optimizer.state(trainee)) list.push_back(std::move(moment));
   for (const auto& [name, tensor] : trainee.buffers) list.emplace_back("buffer." + name, tensor);
@@ -144,25 +142,25 @@ std::optional<int64_t> step_of(const std::string& folder_name) {
 }  // namespace
 
 void write_checkpoint(const std::string& folder, const Trainee& trainee, const Optimizer& optimizer,
-                      const TrainerState& state, const std::string& model_path) {
+                      const TrainerState& state, const std::string& model_path, const NamedTensors& extra) {
   FolderWriter out(folder);
   if (trainee.adapter)
     write_adapter(out.partial(), stored_from(*trainee.adapter, trainee.weights->config(), model_path),
                   trainee.weights->config(), AdapterLayout::peft);
   else
     write_model(out.partial(), *trainee.trained, model_path);
-  write_safetensors(out.partial() + "/trainer_state.safetensors", remembered(trainee, optimizer));
+  write_safetensors(out.partial() + "/trainer_state.safetensors", remembered(trainee, optimizer, extra));
   write_text(out.partial() + "/trainer_state.json", to_json(state).dump(2) + "\n");
   out.commit();
 }
 
 TrainerState read_checkpoint(const std::string& folder, Trainee& trainee, Optimizer& optimizer,
-                             const TrainerState& expected) {
+                             const TrainerState& expected, const NamedTensors& extra) {
   const std::string json_file = folder + "/trainer_state.json", file = folder + "/trainer_state.safetensors";
   const TrainerState state = state_from_json(read_json_file(json_file), json_file);
   require_same(state, expected, json_file);
   const Safetensors stored = Safetensors::open(file);
-  const NamedTensors wanted = remembered(trainee, optimizer);
+  const NamedTensors wanted = remembered(trainee, optimizer, extra);
   const char* fix = "the checkpoint is of another model, adapter or set of targets: choose another output.dir";
   for (const auto& [name, to] : wanted) {
     const StoredTensor* from = stored.find(name);

@@ -26,15 +26,18 @@ struct TrainerState {
   uint64_t data = 0;  // fingerprint of the training samples
 };
 
-// Writes `folder` whole or not at all. model_path: base of an adapter, source of tokenizer.json.
-void write_checkpoint(const std::string& folder, const Trainee& trainee, const Optimizer& optimizer,
-                      const TrainerState& state, const std::string& model_path);
+using NamedTensors = std::vector<std::pair<std::string, Tensor>>;
 
-// Restores masters, moments and router biases and publishes them. `expected` says what the run would start with (step,
-// rows and cursor are ignored); a difference in what must not change is an Error, as is a parameter that is missing,
-// superfluous or of another shape.
+// Writes `folder` whole or not at all. model_path: base of an adapter, source of tokenizer.json. extra: f32 tensors
+// that a loop has to remember besides, under names of its own.
+void write_checkpoint(const std::string& folder, const Trainee& trainee, const Optimizer& optimizer,
+                      const TrainerState& state, const std::string& model_path, const NamedTensors& extra = {});
+
+// Restores masters, moments, router biases and `extra` and publishes them. `expected` says what the run would start
+// with (step, rows and cursor are ignored); a difference in what must not change is an Error, as is a parameter that is
+// missing, superfluous or of another shape.
 TrainerState read_checkpoint(const std::string& folder, Trainee& trainee, Optimizer& optimizer,
-                             const TrainerState& expected);
+                             const TrainerState& expected, const NamedTensors& extra = {});
 
 // "checkpoints/step_000010"
 std::string checkpoint_name(int64_t step);

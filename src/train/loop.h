@@ -19,14 +19,16 @@ struct LoopHooks {
 };
 
 struct RunSummary {
-  int64_t steps = 0;                // of the run so far, those before a resumption included
-  int64_t total_steps = 0;          // of the whole run
-  double loss = std::nan("");       // of the last step; NaN if none was done now
-  double eval_loss = std::nan("");  // last evaluation; NaN if there was none
-  int64_t tokens = 0;               // computed now
-  double seconds = 0;               // spent in steps now
-  std::string checkpoint;           // folder of the newest checkpoint, "" = none
-  bool stopped = false;             // by LoopHooks::stop before the last step
+  int64_t steps = 0;                  // of the run so far, those before a resumption included
+  int64_t total_steps = 0;            // of the whole run
+  double loss = std::nan("");         // of the last step; NaN if none was done now
+  double eval_loss = std::nan("");    // last evaluation; NaN if there was none
+  double reward = std::nan("");       // rl: mean of the last step
+  double eval_reward = std::nan("");  // rl: mean of the last evaluation
+  int64_t tokens = 0;                 // computed now
+  double seconds = 0;                 // spent in steps now
+  std::string checkpoint;             // folder of the newest checkpoint, "" = none
+  bool stopped = false;               // by LoopHooks::stop before the last step
 };
 
 // Errors name the step: a loss or a gradient that is not finite (nothing is saved then), a full disk.

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "train/json_lines.h"
 #include "train/tensorboard.h"
 
 namespace plumb {
@@ -25,8 +26,7 @@ class MetricsWriter {
   void write(int64_t step, const Metrics& values);
 
  private:
-  std::string path_;
-  int file_ = -1;
+  JsonLines lines_;
   std::unique_ptr<EventFile> events_;
 };
 

@@ -5,9 +5,11 @@
 
 #include "base/error.h"
 #include "base/hash.h"
+#include "base/log.h"
 #include "base/parallel.h"
 #include "base/philox.h"
 #include "checkpoint/codecs.h"
+#include "model/adapter_files.h"
 
 namespace plumb {
 namespace {
@@ -130,6 +132,25 @@ std::shared_ptr<Adapter> fresh_adapter(const ModelConfig& c, const LoraKeys& key
   }
   if (!unmet.empty())
     fail("lora.targets", unmet[0] + " is in no layer of this model", "leave it out: no layer compresses its keys");
+  return adapter;
+}
+
+std::shared_ptr<Adapter> copy_adapter(const Adapter& from) {
+  auto adapter = std::make_shared<Adapter>(from);
+  for (LayerLora& layer : adapter->layers) {
+    LayerLoraGrad none;
+    visit_lora(layer, none, [](const std::string&, LoraPair& pair, LoraGrad&) {
+      if (pair.defined()) pair.a = pair.a.clone(), pair.b = pair.b.clone();
+    });
+  }
+  return adapter;
+}
+
+std::shared_ptr<Adapter> first_adapter(const RunConfig& config, const ModelConfig& model) {
+  if (config.lora.init.empty()) return fresh_adapter(model, config.lora, static_cast<uint64_t>(config.train.seed));
+  std::shared_ptr<Adapter> adapter = copy_adapter(*load_adapter(config.lora.init, model));
+  if (adapter->rank != config.lora.rank || adapter->alpha != static_cast<float>(config.lora.alpha))
+    log_info("{}: rank {} and alpha {} of this adapter are used", config.lora.init, adapter->rank, adapter->alpha);
   return adapter;
 }
 

@@ -41,6 +41,11 @@ struct Trainee {
 // target do not depend on which others there are. Error: a target without any matrix in this model.
 std::shared_ptr<Adapter> fresh_adapter(const ModelConfig& config, const LoraKeys& keys, uint64_t seed);
 
+// A copy that shares no memory with the original, its file or anything else.
+std::shared_ptr<Adapter> copy_adapter(const Adapter& from);
+// The adapter that a run begins with: a fresh one, or a copy of the one in lora.init.
+std::shared_ptr<Adapter> first_adapter(const RunConfig& config, const ModelConfig& model);
+
 // Trains the adapter alone; the weights stay as they are.
 std::unique_ptr<Trainee> lora_trainee(std::shared_ptr<WeightStore> weights, std::shared_ptr<Adapter> adapter);
 

@@ -97,6 +97,7 @@ RlStepResult accumulate_rl_gradients(Trainee& t, const std::vector<RlRow>& rows,
     const RlLoss loss = rl_loss(options, row.tokens, logprob.f32(), kl.mean(), 1.0 / static_cast<double>(trained));
     result.loss += loss.sum;
     result.stats.add(loss.stats);
+    result.logprobs.push_back(logprob);
     const Tensor d_hidden =
         ops::head_logprobs_backward(Tensor::of(loss.d_logprob), r.hidden, head, row.target, t.gradients.outer.head);
     backward(*t.weights, row.plan, o, r, d_hidden, {}, t.gradients, {});

@@ -47,6 +47,7 @@ Tensor row_logprobs(WeightStore& weights, const AdapterBatch* adapters, const Rl
 struct RlStepResult {
   double loss = 0;  // mean over the trained tokens of the step
   RlStats stats;
+  std::vector<Tensor> logprobs;  // of each row's targets under the trainee, [wanted]
 };
 
 // Adds the gradient of the loss, a mean over all trained tokens of `rows`, to the trainee's gradients. Rows are done in

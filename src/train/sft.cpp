@@ -9,30 +9,6 @@
 #include "model/adapter_files.h"
 
 namespace plumb {
-namespace {
-
-// A loaded adapter may share memory with its file or with others: training gets its own copy.
-std::shared_ptr<Adapter> own_copy(const Adapter& from) {
-  auto adapter = std::make_shared<Adapter>(from);
-  for (LayerLora& layer : adapter->layers) {
-    LayerLoraGrad none;
-    visit_lora(layer, none, [](const std::string&, LoraPair& pair, LoraGrad&) {
-      if (pair.defined()) pair.a = pair.a.clone(), pair.b = pair.b.clone();
-    });
-  }
-  return adapter;
-}
-
-std::shared_ptr<Adapter> first_adapter(const RunConfig& config, const ModelConfig& model) {
-  if (config.lora.init.empty()) return fresh_adapter(model, config.lora, static_cast<uint64_t>(config.train.seed));
-  std::shared_ptr<Adapter> adapter = own_copy(*load_adapter(config.lora.init, model));
-  if (adapter->rank != config.lora.rank || adapter->alpha != static_cast<float>(config.lora.alpha))
-    log_info("{}: rank {} and alpha {} of this adapter are used", config.lora.init, adapter->rank, adapter->alpha);
-  return adapter;
-}
-
-}  // namespace
-
 void print_inputs(const RunConfig& config, const ModelConfig& model, const TrainingData& data) {
   auto line = [](const char* name, const std::string& text) { log_info("{:14} {}", name, text); };
   auto describe = [](const std::vector<Sample>& samples) {

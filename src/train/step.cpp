@@ -34,11 +34,11 @@ class Accumulator {
     options_.keep_layers = keeps_layers(t_.weights->config(), row.plan.rows());
     const Linear& head = t_.weights->outer().head;
     const ForwardResult result = forward(*t_.weights, row.plan, options_);
-    const Tensor logprob = ops::head_logprobs(result.hidden, head, row.target);
-    losses_.loss += negative_log_likelihood(logprob) / static_cast<double>(totals_.trained);
-    const Tensor d_logprob = Tensor::full(logprob.shape(), -1.0f / static_cast<float>(totals_.trained));
+    const Tensor d_logprob = Tensor::full({result.hidden.size(0)}, -1.0f / static_cast<float>(totals_.trained));
+    Tensor logprob;
     const Tensor d_hidden =
-        ops::head_logprobs_backward(d_logprob, result.hidden, head, row.target, t_.gradients.outer.head);
+        ops::head_logprobs_backward(d_logprob, result.hidden, head, row.target, t_.gradients.outer.head, &logprob);
+    losses_.loss += negative_log_likelihood(logprob) / static_cast<double>(totals_.trained);
 
     const double share = static_cast<double>(row.documents.size()) / static_cast<double>(totals_.documents);
     AuxiliaryLosses aux;
@@ -69,12 +69,12 @@ class Accumulator {
   Tensor add_mtp(const MtpRow& mtp, const Tensor& last, const AuxiliaryLosses& aux, double share) {
     const Linear& head = t_.weights->outer().head;
     const Tensor hidden = mtp_forward(*t_.weights, 0, mtp.input, last, options_);
-    const Tensor logprob = ops::head_logprobs(hidden, head, mtp.target);
-    losses_.mtp += negative_log_likelihood(logprob, mtp.weight) / static_cast<double>(totals_.mtp_trained);
-    Tensor d_logprob = Tensor::empty(logprob.shape());
+    Tensor logprob, d_logprob = Tensor::empty({hidden.size(0)});
     const auto each = static_cast<float>(-weights_.mtp / static_cast<double>(totals_.mtp_trained));
-    for (int64_t i = 0; i < logprob.numel(); ++i) d_logprob.f32()[i] = mtp.weight[i] * each;
-    const Tensor d_hidden = ops::head_logprobs_backward(d_logprob, hidden, head, mtp.target, t_.gradients.outer.head);
+    for (int64_t i = 0; i < d_logprob.numel(); ++i) d_logprob.f32()[i] = mtp.weight[i] * each;
+    const Tensor d_hidden =
+        ops::head_logprobs_backward(d_logprob, hidden, head, mtp.target, t_.gradients.outer.head, &logprob);
+    losses_.mtp += negative_log_likelihood(logprob, mtp.weight) / static_cast<double>(totals_.mtp_trained);
     Tensor d_last = Tensor::zeros(last.shape());
     AuxiliaryResults results;
     mtp_backward(*t_.weights, 0, mtp.input, last, options_, d_hidden, d_last, t_.gradients, aux, results);

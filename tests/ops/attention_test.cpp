@@ -349,7 +349,7 @@ TEST(Attention, SameBitsWithAnyNumberOfThreads) {
 
 TEST(Attention, GradientsHaveTheSameBitsOnBothVectorUnits) {
   if (!vector_unit_available(VectorUnit::avx512)) GTEST_SKIP() << "no AVX-512 here";
-  const Problem p = make_problem(40, 3, 208, 90, 13);  // 128 channels at once, then 64, then 8
+  const Problem p = make_problem(40, 7, 208, 90, 13);  // heads: 4, 2, 1 at once; channels: 128, 64, 8
   const VectorUnit before = vector_unit();
   use_vector_unit(VectorUnit::avx512);
   const Gradients wide = backward(p);

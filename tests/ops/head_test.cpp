@@ -76,7 +76,9 @@ TEST(Head, BackwardMatchesDifferences) {
   const Tensor d_hidden = ops::head_logprobs_backward(d, c.hidden, c.head, c.target, d_head);
   for (size_t i = 0; i < hidden.size(); ++i) EXPECT_NEAR(d_hidden.f32()[i], slope(hidden, i, loss), 3e-6);
   for (size_t i = 0; i < head.size(); i += 5) EXPECT_NEAR(d_head.f32()[i], slope(head, i, loss), 3e-6);
-  EXPECT_TRUE(same_bits(d_hidden, ops::head_logprobs_backward(d, c.hidden, c.head, c.target, {})));
+  Tensor logprobs;
+  EXPECT_TRUE(same_bits(d_hidden, ops::head_logprobs_backward(d, c.hidden, c.head, c.target, {}, &logprobs)));
+  EXPECT_TRUE(same_bits(logprobs, ops::head_logprobs(c.hidden, c.head, c.target)));
 }
 
 // The gradient of the head is one chain over all rows, through the chunks; a row's own gradient knows nothing of the

@@ -21,7 +21,8 @@ def peak(model, where, tokens):
     """Largest resident memory of plumb score on one document, bytes."""
     ids = torch.randint(0, 256, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
     (where / "in.jsonl").write_text(json.dumps({"tokens": ids}) + "\n")
-    command = [os.environ["PLUMB"], "score", "--model", model, "--input", where / "in.jsonl", "--output", where / "out.jsonl"]
+    command = [os.environ["PLUMB"], "score", "--model", model, "--input", where / "in.jsonl", "--output", where / "out.jsonl",
+               "--row-tokens", str(tokens)]  # in one step
     return int(subprocess.run([sys.executable, "-c", LAUNCHER, *command], check=True, capture_output=True, text=True).stdout)
 
 

@@ -1,4 +1,5 @@
-// The engine against the training pass, on bits, under random circumstances; its order, its pages, its errors.
+// The order of the engine, its pages, what it refuses, and what its events say. mismatch_test.cpp has its promise,
+// prefix_test.cpp what it keeps of prompts.
 #include "rollout/engine.h"
 
 #include <gtest/gtest.h>
@@ -11,94 +12,26 @@
 namespace plumb {
 namespace {
 
-using testing::adapters_of;
-using testing::mismatches;
-using testing::Outcome;
-using testing::random_adapter;
-using testing::random_circumstances;
-using testing::random_model;
-using testing::random_tokens;
-using testing::random_work;
-using testing::run_schedule;
-using testing::three_adapters;
-using testing::tiny_config;
+using namespace testing;  // NOLINT: the vocabulary of these tests
 
 class Rollout : public ::testing::Test {  // steps are tiny: handing them to threads takes longer than computing them
  protected:
   void SetUp() override { threads_ = thread_count(), set_thread_count(1); }
   void TearDown() override { set_thread_count(threads_); }
   std::shared_ptr<ResidentWeights> model_ = random_model(tiny_config(), 1, WeightFormat::fp8);
-  std::shared_ptr<AdapterRegistry> registry_ = three_adapters(tiny_config());
+  std::shared_ptr<AdapterRegistry> registry_ = some_adapters(tiny_config(), 4);
 
  private:
   int threads_ = 1;
 };
 
-TEST_F(Rollout, LogProbabilitiesAreThoseOfTrainingWhateverTheSchedule) {
-  int64_t preemptions = 0, tokens = 0;
-  int cancelled = 0;
-  for (uint64_t seed = 0; seed < 240; ++seed) {
-    const Numerics n = seed % 2 ? Numerics::fp32 : Numerics::released;
-    const std::vector<Request> work = random_work(model_->model, seed);
-    EngineOptions o = random_circumstances(work, plan_shape(model_->model), seed);
-    o.numerics = n;
-    Engine engine(*model_, o, registry_);
-    const auto outcomes = run_schedule(engine, work, seed, true, [&](const Engine& e) {
-      const EngineStats s = e.stats();
-      ASSERT_EQ(s.free_key_pages + s.held_key_pages, o.key_pages);
-      ASSERT_EQ(s.free_entry_pages + s.held_entry_pages, o.entry_pages);
-      ASSERT_LE(s.running, o.max_running);
-    });
-    ASSERT_EQ(engine.stats().free_key_pages, o.key_pages) << seed;
-    ASSERT_EQ(engine.stats().free_entry_pages, o.entry_pages) << seed;
-    ASSERT_EQ(mismatches(*model_, n, outcomes, *registry_), 0) << "seed " << seed;
-    preemptions += engine.stats().preemptions;
-    for (const Outcome& c : outcomes) {
-      tokens += static_cast<int64_t>(c.tokens.size());
-      cancelled += c.finish == Finish::none;
-      if (c.finish == Finish::none) continue;
-      ASSERT_EQ(c.routed.defined(), c.request.routed_experts);
-      ASSERT_EQ(c.prompt_logprobs.size(), c.request.prompt_logprobs ? c.request.prompt.size() - 1 : 0);
-    }
-  }
-  EXPECT_GT(preemptions, 50);  // the circumstances are what they claim to be
-  EXPECT_GT(cancelled, 50);
-  EXPECT_GT(tokens, 5000);
-}
-
-// Pages of 128 positions, as the released model has them; prompts that end around a page and around the window.
-TEST_F(Rollout, LogProbabilitiesAreThoseOfTrainingAtTheReleasedRatios) {
-  ModelConfig c = tiny_config();
-  c.hca_ratio = 128, c.sliding_window = 128, c.num_hidden_layers = 3;
-  c.layer_kinds = {LayerKind::csa, LayerKind::hca, LayerKind::window, LayerKind::window};
-  const auto model = random_model(c, 3);
-  const auto registry = three_adapters(c);
-  int64_t preemptions = 0;
-  for (uint64_t seed = 0; seed < 6; ++seed) {
-    std::vector<Request> work;
-    for (int length : {1, 126, 127, 128, 129, 252, 255, 256}) {
-      Request r;
-      r.prompt = random_tokens(c, length, seed * 1000 + length);
-      r.key = work.size(), r.sampling.max_tokens = 6;
-      if (work.size() % 3 == seed % 3) r.adapter = "a1";
-      work.push_back(r);
-    }
-    EngineOptions o = random_circumstances(work, plan_shape(c), seed);
-    o.prefill_chunk *= 3, o.key_pages += 1;  // a larger chunk may touch one page more
-    Engine engine(*model, o, registry);
-    const auto outcomes = run_schedule(engine, work, seed, false, [](const Engine&) {});
-    ASSERT_EQ(mismatches(*model, o.numerics, outcomes, *registry), 0) << "seed " << seed;
-    preemptions += engine.stats().preemptions;
-  }
-  EXPECT_GT(preemptions, 0);
-}
-
 TEST_F(Rollout, TheSameTokensWhateverTheSchedule) {
   for (uint64_t seed = 1000; seed < 1015; ++seed) {
-    const std::vector<Request> work = random_work(model_->model, seed);
-    std::vector<Outcome> first;
+    const std::vector<Request> work = random_work(model_->model, {}, seed);
+    std::vector<Outcome> first;  // the schedules differ in the use of the prefix cache, too
     for (uint64_t schedule : {seed, seed + 500, seed + 900}) {
-      const EngineOptions o = random_circumstances(work, plan_shape(model_->model), schedule);
+      EngineOptions o = random_circumstances(work, plan_shape(model_->model), schedule);
+      o.numerics = Numerics::released;
       Engine engine(*model_, o, registry_);
       const auto outcomes = run_schedule(engine, work, schedule, false, [](const Engine&) {});
       if (first.empty()) first = outcomes;
@@ -106,48 +39,12 @@ TEST_F(Rollout, TheSameTokensWhateverTheSchedule) {
         EXPECT_TRUE(outcomes[i].tokens == first[i].tokens) << seed << " request " << i;
         EXPECT_EQ(outcomes[i].finish, first[i].finish);
         EXPECT_EQ(outcomes[i].prompt_logprobs, first[i].prompt_logprobs);
+        EXPECT_EQ(outcomes[i].prompt_top, first[i].prompt_top);
+        EXPECT_EQ(outcomes[i].text, first[i].text);
+        EXPECT_EQ(outcomes[i].stop_string, first[i].stop_string);
       }
     }
   }
-}
-
-// The comparison must see errors of the kinds that a paged cache can have.
-TEST_F(Rollout, APlantedErrorIsFound) {
-  const auto forget = [](CompressionPlan& c) {
-    if (!c.pending_row.empty()) c.pending_row.pop_back(), c.pending_slot.pop_back();
-  };
-  const std::map<std::string, std::function<void(SequencePlan&)>> errors = {
-      {"a pending row of ratio 4 is stale", [&](SequencePlan& p) { forget(p.csa); }},
-      {"a pending row of ratio 16 is stale", [&](SequencePlan& p) { forget(p.hca); }},
-      {"the newest entry is not seen",
-       [](SequencePlan& p) {
-         for (EntryRange& r : p.hca.visible.range) r.last = std::max(r.first, r.last - 1);
-       }},
-      {"entries are rotated at the end of their window",
-       [](SequencePlan& p) {
-         for (int& position : p.csa.position) position += p.csa.ratio - 1;
-       }},
-      {"the oldest key is that of another position",
-       [](SequencePlan& p) {
-         const int first = p.window.begin[p.window.size() - 1], last = p.window.begin[p.window.size()] - 1;
-         p.window.row[first] = p.window.row[last];
-       }},
-      {"keys are met in another order", [](SequencePlan& p) {
-         for (int i = 0; i < p.window.size(); ++i)
-           std::reverse(p.window.row.begin() + p.window.begin[i], p.window.row.begin() + p.window.begin[i + 1]);
-       }}};
-  for (const auto& [name, error] : errors)
-    for (Numerics n : {Numerics::fp32, Numerics::released}) {
-      int found = 0;
-      for (uint64_t seed = 2000; seed < 2003; ++seed) {
-        const std::vector<Request> work = random_work(model_->model, seed);
-        EngineOptions o = random_circumstances(work, plan_shape(model_->model), seed);
-        o.numerics = n, o.edit_plan = error;
-        Engine engine(*model_, o, registry_);
-        found += mismatches(*model_, n, run_schedule(engine, work, seed, false, [](const Engine&) {}), *registry_);
-      }
-      EXPECT_GT(found, 0) << name << ", " << numerics_name(n);
-    }
 }
 
 // Versions are published while answers are written, with preemptions: each token's row keeps the version that first
@@ -246,6 +143,10 @@ TEST_F(Rollout, BadRequestsAreRefusedAndLeaveNothing) {
   refused([](Request& r) { r.sampling.logit_bias = {{61, 1.0f}}; }, "logit_bias");
   refused([](Request& r) { r.sampling.stop_tokens = {-1}; }, "stop_tokens");
   refused([](Request& r) { r.sampling.temperature = NAN; }, "temperature");
+  refused([](Request& r) { r.sampling.max_tokens = 0; }, "max_tokens");
+  refused([](Request& r) { r.stop_strings = {"x"}; }, "stop_strings");  // no tokenizer
+  refused([](Request& r) { r.stop_strings = {""}; }, "stop_strings");
+  refused([](Request& r) { r.prompt_top_logprobs = 2; }, "prompt_top_logprobs");
   refused([](Request& r) { r.adapter = "b"; }, "adapter");
   refused([](Request& r) { r.adapter = "a1", r.adapter_version = 7; }, "adapter");
   EXPECT_TRUE(engine.idle());
@@ -270,6 +171,156 @@ TEST_F(Rollout, GenerateIsTheEngineWithOneRequestAnAnswer) {
     ASSERT_LE(five[i].tokens.size(), i == 3 ? 7u : 12u);
     EXPECT_TRUE(std::equal(five[i].tokens.begin(), five[i].tokens.end(), two[i].tokens.begin()));
   }
+}
+
+TEST_F(Rollout, AFullQueueIsAnErrorOfItsOwn) {
+  EngineOptions o;
+  o.key_pages = 8, o.entry_pages = 8, o.max_waiting = 2;
+  Engine engine(*model_, o);
+  Request r;
+  r.prompt = {1, 2, 3}, r.sampling.max_tokens = 2;
+  engine.submit(r);
+  engine.submit(r);
+  EXPECT_THROW(engine.submit(r), QueueFull);
+  r.prompt = {};
+  EXPECT_THROW(engine.submit(r), Error);  // what is wrong with a request is said first
+  engine.step();
+  r.prompt = {1};
+  EXPECT_NO_THROW(engine.submit(r));
+}
+
+TEST_F(Rollout, APromptAloneHasOneEventWithoutAToken) {
+  EngineOptions o;
+  o.key_pages = 8, o.entry_pages = 8, o.prefill_chunk = 7;
+  Engine engine(*model_, o);
+  std::vector<Request> work(2);
+  for (Request& r : work) {
+    r.prompt = random_tokens(model_->model, 33, 1), r.sampling.max_tokens = 0;
+    r.prompt_logprobs = r.routed_experts = true, r.prompt_top_logprobs = 3;
+  }
+  work[1].prompt = {5};
+  const auto outcomes = run_schedule(engine, work, 1, false, [](const Engine&) {});
+  for (const Outcome& r : outcomes) {
+    const int64_t prompt = static_cast<int64_t>(r.request.prompt.size());
+    EXPECT_EQ(r.finish, Finish::length);
+    EXPECT_TRUE(r.tokens.empty());
+    EXPECT_EQ(static_cast<int64_t>(r.prompt_logprobs.size()), prompt - 1);
+    EXPECT_EQ(static_cast<int64_t>(r.prompt_top.size()), prompt - 1);
+    EXPECT_EQ(r.routed.size(0), prompt);
+    for (const auto& top : r.prompt_top) EXPECT_TRUE(top.size() == 3 && top[0].logprob >= top[1].logprob);
+  }
+  EXPECT_EQ(mismatches(*model_, o.numerics, outcomes, *registry_), 0);
+}
+
+TEST_F(Rollout, TheTextEndsWhereAStopStringBegins) {
+  EngineOptions o;
+  o.key_pages = 30, o.entry_pages = 30, o.tokenizer = letters();
+  Request r;
+  r.prompt = {1, 2, 3}, r.sampling.max_tokens = 40;
+  const auto answer = [&](const Request& request) {
+    Engine engine(*model_, o);
+    return run_schedule(engine, {request}, 1, false, [](const Engine&) {})[0];
+  };
+  const Outcome whole = answer(r);
+  ASSERT_EQ(whole.text.size(), 40u);  // one byte a token
+  EXPECT_EQ(whole.finish, Finish::length);
+  const std::string stop = whole.text.substr(20, 3);
+  const size_t at = whole.text.find(stop);
+  r.stop_strings = {stop, "none"};
+  const Outcome cut = answer(r);
+  EXPECT_EQ(cut.finish, Finish::stop);
+  EXPECT_EQ(cut.stop_string, stop);
+  EXPECT_EQ(cut.text, whole.text.substr(0, at));
+  ASSERT_EQ(cut.tokens.size(), at + 3);
+  EXPECT_TRUE(std::equal(cut.tokens.begin(), cut.tokens.end(), whole.tokens.begin()));
+  r.sampling.min_tokens = static_cast<int>(at) + 3;  // the first min_tokens tokens end nothing
+  EXPECT_GT(answer(r).text.size(), at);
+  r.sampling.min_tokens = 0, r.stop_strings.clear();
+  r.sampling.stop_tokens = {whole.tokens[10].id};
+  const size_t first = whole.text.find(whole.text[10]);
+  EXPECT_EQ(answer(r).text, whole.text.substr(0, first));  // a stop token has no text
+}
+
+TEST_F(Rollout, AStepThatThrowsEndsItsRequestsAndNothingElse) {
+  EngineOptions o;
+  bool broken = false;
+  o.key_pages = 8, o.entry_pages = 8, o.max_running = 1;
+  o.edit_plan = [&](SequencePlan&) {
+    if (broken) throw std::runtime_error("out of luck");
+  };
+  Engine engine(*model_, o);
+  Request r;
+  r.prompt = random_tokens(model_->model, 20, 1), r.sampling.max_tokens = 3;
+  const RequestId first = engine.submit(r), second = engine.submit(r);
+  engine.step();
+  broken = true;
+  const std::vector<Event> events = engine.step();
+  ASSERT_EQ(events.size(), 1u);
+  EXPECT_EQ(events[0].request, first);
+  EXPECT_EQ(events[0].finish, Finish::error);
+  EXPECT_EQ(events[0].error, "out of luck");
+  broken = false;
+  int tokens = 0;
+  while (!engine.idle())
+    for (const Event& e : engine.step()) tokens += e.request == second;
+  EXPECT_EQ(tokens, 3);
+  EXPECT_EQ(engine.stats().free_key_pages, 8);
+}
+
+// Random submits (good and bad), cancels and steps (some of which throw): at the end everything is free, and the engine
+// answers as if nothing had been.
+TEST_F(Rollout, AStormLeavesNothingBehind) {
+  Random g(11);
+  EngineOptions o;
+  o.key_pages = 14, o.entry_pages = 20, o.prefill_chunk = 9, o.token_budget = 40, o.max_waiting = 20;
+  o.tokenizer = letters();
+  bool broken = false;
+  o.edit_plan = [&](SequencePlan&) {
+    if (broken) throw std::runtime_error("broken");
+  };
+  Engine engine(*model_, o, registry_);
+  const auto free = [&] { return std::pair(engine.stats().free_key_pages, engine.stats().free_entry_pages); };
+  RequestId newest = 0;
+  int refused = 0, cancelled = 0;
+  for (int i = 0; i < 3000; ++i) {
+    const uint32_t what = g.below(8);
+    if (what < 4) {
+      Request r = random_request(model_->model, {}, g, i / 100);
+      if (g.below(8) == 0) r.prompt.push_back(1000);
+      if (g.below(8) == 0) r.adapter = "unknown";
+      try {
+        newest = engine.submit(std::move(r));
+      } catch (const Error&) {
+        ++refused;
+      }
+    } else if (what < 6 && newest > 0) {
+      cancelled += engine.cancel(newest - g.below(static_cast<uint32_t>(std::min<RequestId>(newest, 30))));
+    } else {
+      broken = g.below(50) == 0;
+      engine.step();
+    }
+    const EngineStats s = engine.stats();
+    ASSERT_EQ(s.free_key_pages + s.held_key_pages, o.key_pages);
+    ASSERT_EQ(s.free_entry_pages + s.held_entry_pages, o.entry_pages);
+  }
+  EXPECT_GT(refused, 100);
+  EXPECT_GT(cancelled, 200);
+  broken = false;
+  for (RequestId id = 1; id <= newest; ++id) engine.cancel(id);
+  EXPECT_TRUE(engine.idle());
+  EXPECT_EQ(free(), std::pair(o.key_pages, o.entry_pages));
+  const std::vector<Request> work = random_work(model_->model, {}, 5);
+  Engine fresh(*model_, o, registry_);
+  std::vector<Outcome> outcomes[2];
+  for (Engine* e : {&engine, &fresh})
+    for (const Request& r : work) {
+      auto& list = outcomes[e == &fresh];
+      list.emplace_back();
+      e->submit(r);
+      while (!e->idle())
+        for (Event& event : e->step()) list.back().tokens.push_back(event.token);
+    }
+  for (size_t i = 0; i < work.size(); ++i) EXPECT_TRUE(outcomes[0][i].tokens == outcomes[1][i].tokens) << i;
 }
 
 }  // namespace

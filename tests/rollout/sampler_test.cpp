@@ -113,6 +113,51 @@ TEST(Sampler, RecordsTheModelsOwnLogProbabilities) {
   }
 }
 
+// By their definition: log of the truncated distribution that DrawsFromTheTruncatedDistribution has checked draws from.
+TEST(Sampler, RecordsWhatIsDrawnFromWhereAsked) {
+  for (uint64_t seed = 0; seed < 24; ++seed) {
+    const std::vector<float> logits = random_logits(seed);
+    SamplingParams s;
+    s.seed = seed, s.processed_logprobs = true, s.top_logprobs = kVocab;
+    s.temperature = seed % 2 ? 0.6f : 1.5f;
+    if (seed % 3 == 1) s.top_k = 4;
+    if (seed % 4 >= 2) s.top_p = 0.8f;
+    if (seed % 5 == 4) s.min_p = 0.1f;
+    const std::vector<double> expected = truncated(logits, s);
+    const GeneratedToken t = sample_token(logits, s, 0, std::vector<int>{1}, 1);
+    EXPECT_NEAR(t.logprob, std::log(expected[t.id]), 1e-5);  // FP32 result
+    EXPECT_EQ(t.top.size(),
+              static_cast<size_t>(std::count_if(expected.begin(), expected.end(), [](double p) { return p > 0; })));
+    for (const TokenLogprob& top : t.top) EXPECT_NEAR(top.logprob, std::log(expected[top.id]), 1e-5);
+    s.temperature = 0;
+    EXPECT_EQ(sample_token(logits, s, 0, std::vector<int>{1}, 1).logprob, 0);
+  }
+}
+
+// Against sorting everything, on a vocabulary that is larger than the first guess of top-p.
+TEST(Sampler, TheMostLikelyAreThoseOfASort) {
+  for (uint64_t seed = 0; seed < 20; ++seed) {
+    Random g(seed);
+    std::vector<float> logits(3000);
+    for (float& l : logits) l = static_cast<float>(g.below(500)) * 0.01f;  // ties
+    std::vector<int> order(logits.size());
+    for (size_t v = 0; v < order.size(); ++v) order[v] = static_cast<int>(v);
+    std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return logits[a] > logits[b]; });
+    const auto top = top_logprobs(logits, 100);
+    for (int i = 0; i < 100; ++i) EXPECT_EQ(top[i].id, order[i]);
+    SamplingParams s;
+    s.top_p = 0.9f, s.processed_logprobs = true, s.top_logprobs = 100;
+    double total = 0, sum = 0;
+    for (float l : logits) total += std::exp(static_cast<double>(l));
+    size_t kept = 0;
+    while (sum < static_cast<double>(s.top_p) * total) sum += std::exp(static_cast<double>(logits[order[kept++]]));
+    const GeneratedToken t = sample_token(logits, s, 0, std::vector<int>{1}, 1);
+    EXPECT_GT(kept, 256u);
+    EXPECT_NEAR(t.top[0].logprob, logits[order[0]] - std::log(sum), 1e-5);  // FP32 result
+    EXPECT_LE(std::find(order.begin(), order.end(), t.id) - order.begin(), static_cast<ptrdiff_t>(kept));
+  }
+}
+
 TEST(Sampler, TiesGoToTheLowerId) {
   SamplingParams s;
   s.temperature = 0, s.top_logprobs = 3;

@@ -1,0 +1,45 @@
+// Samples of several turns with an environment program: its replies as tokens, its verdict as a score.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "reward/environment.h"
+#include "train/rollouts.h"
+
+namespace plumb {
+
+// What the model said in answer number `turn` of a sample, for rewards.
+Answer read_answer(const LoggedSample& sample, size_t turn, const Prompt& prompt, const Tokenizer* tokenizer,
+                   const std::vector<int>& stop_tokens);
+RewardSample reward_sample(const RolloutTask& task);
+
+class Conversations {
+ public:
+  // All must outlive it. The prompts are of format messages.
+  Conversations(Environment& environment, const std::vector<RolloutTask>& tasks, const Tokenizer& tokenizer,
+                const std::vector<int>& stop_tokens);
+
+  // What the environment says to answer number `turn`; answers that it has not heard yet (those of an interrupted run)
+  // are told first. No tokens: the conversation is over, or the environment has failed.
+  Reply reply(size_t i, int turn, const LoggedSample& so_far);
+  // Tells what is left to tell and ends the conversation: the environment's rewards, or why there are none.
+  Score close(size_t i, const LoggedSample& sample);
+
+ private:
+  struct Conversation {
+    std::unique_ptr<EnvironmentSession> session;
+    std::vector<Message> messages;
+    size_t told = 0;  // answers
+    bool done = false;
+    std::string failure;
+  };
+  Reply advance(size_t i, size_t turns, const LoggedSample& sample);
+
+  Environment& environment_;
+  const std::vector<RolloutTask>& tasks_;
+  const Tokenizer& tokenizer_;
+  const std::vector<int>& stop_tokens_;
+  std::vector<Conversation> conversations_;
+};
+
+}  // namespace plumb

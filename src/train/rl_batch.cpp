@@ -1,0 +1,132 @@
+#include "train/rl_batch.h"
+
+#include <algorithm>
+#include <chrono>
+#include <nlohmann/json.hpp>
+
+#include "base/error.h"
+#include "base/hash.h"
+
+namespace plumb {
+namespace {
+
+using nlohmann::json;
+
+EngineOptions engine_options(const RunConfig& config, const ModelConfig& model) {
+  EngineOptions o;
+  o.numerics = numerics_from_name(config.model.numerics.c_str());
+  o.max_running = static_cast<int>(config.sampling.max_running);
+  o.token_budget = std::max(o.token_budget, o.max_running);
+  const int longest = static_cast<int>(std::min<int64_t>(config.data.row_tokens, model.max_position_embeddings));
+  // Room for every running sample at full length, and as much again for common beginnings.
+  const PlanShape shape = plan_shape(model);
+  const PagePools size{page_positions(shape), PagePool(0), PagePool(0)};
+  o.entry_pages = 2 * o.max_running * size.pages(longest);
+  o.key_pages = 2 * o.max_running * most_key_pages(size.positions, shape.window, o.prefill_chunk, longest);
+  return o;
+}
+
+// All that decides what is sampled: a log that was written for something else is not gone on with.
+uint64_t fingerprint(const BatchRequest& r, const RunConfig& config) {
+  uint64_t h = hash_text(r.adapter);
+  for (const Prompt* p : r.prompts) h = hash_text(p->line, h);
+  const SamplingParams& s = r.sampling;
+  const double numbers[] = {static_cast<double>(r.group_size),
+                            static_cast<double>(r.first_key),
+                            static_cast<double>(s.max_tokens),
+                            s.temperature,
+                            s.top_p,
+                            static_cast<double>(s.top_k),
+                            s.min_p,
+                            static_cast<double>(s.seed),
+                            static_cast<double>(config.sampling.max_turns),
+                            static_cast<double>(config.data.row_tokens)};
+  return hash_text(config.model.numerics, hash_bytes(numbers, sizeof numbers, h));
+}
+
+json score_to_json(const Score& s) {
+  json j = {{"reward", s.reward}, {"metrics", s.metrics}};
+  if (s.failed()) j["failure"] = s.failure;
+  return j;
+}
+Score score_from_json(const std::string& text) {
+  const json j = json::parse(text);
+  return {j["reward"].get<double>(), j["metrics"].get<std::map<std::string, double>>(), j.value("failure", "")};
+}
+
+// The sum of both: a run may have an environment, rewards, or both.
+Score add(const Score& a, const Score& b) {
+  if (a.failed() || b.failed()) return a.failed() ? a : b;
+  Score sum = a;
+  sum.reward += b.reward;
+  sum.metrics.insert(b.metrics.begin(), b.metrics.end());
+  return sum;
+}
+
+}  // namespace
+
+BatchSampler::BatchSampler(WeightStore& weights, std::shared_ptr<AdapterRegistry> registry, const RunConfig& config,
+                           const Tokenizer* tokenizer, const Scorer& scorer, Environment* environment,
+                           std::function<bool()> stop)
+    : config_(config),
+      tokenizer_(tokenizer),
+      scorer_(scorer),
+      environment_(environment),
+      stop_(std::move(stop)),
+      engine_(weights, engine_options(config, weights.config()), std::move(registry)) {}
+
+RlBatch BatchSampler::sample(const BatchRequest& request) {
+  const auto start = std::chrono::steady_clock::now();
+  RlBatch batch;
+  for (size_t g = 0; g < request.prompts.size(); ++g)
+    for (int n = 0; n < request.group_size; ++n)
+      batch.tasks.push_back({request.prompts[g], static_cast<int>(g), n, request.first_key + batch.tasks.size()});
+  RolloutLog log(request.log, batch.tasks.size(), fingerprint(request, config_));
+
+  std::optional<Conversations> conversations;
+  if (environment_) conversations.emplace(*environment_, batch.tasks, *tokenizer_, request.sampling.stop_tokens);
+  RolloutOptions options{request.sampling,
+                         request.adapter,
+                         static_cast<int>(config_.sampling.max_turns),
+                         static_cast<int>(config_.data.row_tokens),
+                         {}};
+  if (environment_)
+    options.reply = [&](size_t i, int turn, const LoggedSample& s) { return conversations->reply(i, turn, s); };
+  sample_rollouts(engine_, batch.tasks, options, log, [&] {
+    if (stop_ && stop_()) fail("sampling", "was stopped");
+  });
+
+  for (size_t i = 0; i < batch.tasks.size(); ++i) {
+    batch.samples.push_back(log[i]);
+    batch.answers.push_back(read_answer(log[i], log[i].turn_end.size() - 1, *batch.tasks[i].prompt, tokenizer_,
+                                        request.sampling.stop_tokens));
+  }
+  score(batch, log, conversations ? &*conversations : nullptr);
+  batch.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  return batch;
+}
+
+// A reward that the log has counts, however often the run was interrupted.
+void BatchSampler::score(RlBatch& batch, RolloutLog& log, Conversations* conversations) {
+  std::vector<RewardSample> unscored;
+  std::vector<size_t> which;
+  batch.scores.resize(batch.tasks.size());
+  for (size_t i = 0; i < batch.tasks.size(); ++i) {
+    if (log[i].reward) {
+      batch.scores[i] = score_from_json(*log[i].reward);
+      continue;
+    }
+    which.push_back(i);
+    unscored.push_back(reward_sample(batch.tasks[i]));
+    unscored.back().answer = batch.answers[i];
+  }
+  std::vector<Score> scores = scorer_.score(unscored);
+  for (size_t k = 0; k < which.size(); ++k) {
+    if (conversations) scores[k] = add(conversations->close(which[k], log[which[k]]), scores[k]);
+    batch.scores[which[k]] = scores[k];
+    log.set_reward(which[k], score_to_json(scores[k]).dump());
+  }
+  log.flush();
+}
+
+}  // namespace plumb
