@@ -35,7 +35,8 @@ std::optional<HttpReply> ExchangeAnswer::reply() {
       r.body = dump(exchange_->whole());
       return r;
     }
-    r.body = exchange_->begin() + feed(std::move(content.items));
+    r.body = exchange_->begin();  // before the first token: C++ does not order the operands of a sum
+    r.body += feed(std::move(content.items));
   } catch (...) {
     return error_reply(form_, error_of(std::current_exception()));
   }

@@ -5,7 +5,7 @@
 namespace plumb::serve {
 namespace {
 
-using namespace testing;
+using namespace protocol_testing;
 
 constexpr MakeExchange kMake = anthropic_messages;
 
@@ -24,8 +24,8 @@ json both(json a, const json& b) {
 TEST(Messages, WholeAnswer) {
   const json got = run_whole(kMake, body_of("Hi"), events_of("Hello!"));
   // begin of sentence, User, "Hi", Assistant, think-close | "Hello!" and the end of sentence
-  const size_t prompt = 4 + served_model().tokenizer.encode("Hi", false).size();
-  const size_t answer = 1 + served_model().tokenizer.encode("Hello!", false).size();
+  const size_t prompt = 4 + test_model().tokenizer.encode("Hi", false).size();
+  const size_t answer = 1 + test_model().tokenizer.encode("Hello!", false).size();
   json expected = json::parse(R"({"id": "msg_", "type": "message", "role": "assistant", "model": "tiny",
     "content": [{"type": "text", "text": "Hello!"}], "stop_reason": "end_turn", "stop_sequence": null,
     "usage": {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0,
@@ -112,6 +112,15 @@ TEST(Messages, EventsJoinedAreTheWholeForEveryCut) {
   }
 }
 
+TEST(Messages, EventsJoinedAreTheWholeForRandomTokens) {
+  std::mt19937_64 random(1);
+  const json body = body_of("?", both(kTools, kThinking));
+  for (int i = 0; i < 300; ++i) {
+    const std::vector<Event> events = testing::answer(test_model(), testing::random_answer(test_model(), random));
+    EXPECT_EQ(message_of(run_stream(kMake, body, events)), run_whole(kMake, body, events)) << i;
+  }
+}
+
 TEST(Messages, StopReasons) {
   const auto reason = [](const json& more, const std::vector<Event>& events) {
     const json got = run_whole(kMake, body_of("?", more), events);
@@ -130,7 +139,7 @@ TEST(Messages, StopReasons) {
 TEST(Messages, OneCallOnly) {
   const json body =
       body_of("?", both(kTools, {{"tool_choice", {{"type", "any"}, {"disable_parallel_tool_use", true}}}}));
-  const std::vector<std::string> stops = kMake(body.dump(), served_model())->requests()[0].stop_strings;
+  const std::vector<std::string> stops = kMake(body.dump(), test_model())->requests()[0].stop_strings;
   ASSERT_EQ(stops.size(), 1u);
   std::string call = call_text("weather", "city", "Rome");
   ASSERT_TRUE(call.ends_with(stops[0]));
@@ -151,7 +160,7 @@ TEST(Messages, OmittedThinkingHasNoText) {
 }
 
 TEST(Messages, KeepAliveIsAPing) {
-  const auto exchange = kMake(body_of("?").dump(), served_model());
+  const auto exchange = kMake(body_of("?").dump(), test_model());
   EXPECT_EQ(exchange->keep_alive(), "event: ping\ndata: {\"type\":\"ping\"}\n\n");
 }
 
@@ -197,10 +206,10 @@ TEST(Messages, MessagesBecomeThePrompt) {
 
 TEST(Messages, CountTokens) {
   const std::string body = R"({"model": "tiny", "system": "S", "messages": [{"role": "user", "content": "Hi there"}]})";
-  const json counted = anthropic_count_tokens(body, served_model());
+  const json counted = anthropic_count_tokens(body, test_model());
   json whole = json::parse(body);
   whole["max_tokens"] = 1;
-  EXPECT_EQ(counted, (json{{"input_tokens", kMake(whole.dump(), served_model())->requests()[0].prompt.size()}}));
+  EXPECT_EQ(counted, (json{{"input_tokens", kMake(whole.dump(), test_model())->requests()[0].prompt.size()}}));
 }
 
 TEST(Messages, RequestsThatCannotBeDoneNameTheField) {

@@ -7,33 +7,24 @@
 #include <vector>
 
 #include "base/philox.h"
-#include "serve/exchange.h"
+#include "openai_testing.h"
 #include "tokenizer/chat_format.h"
 
-namespace plumb::serve::testing {
+namespace plumb::serve::protocol_testing {
 
 using nlohmann::json;
 
-inline const ServedModel& served_model() {
-  static const ServedModel* model = [] {
-    const Tokenizer tokenizer = Tokenizer::load(PLUMB_SOURCE_DIR "/assets/tiny/tokenizer.json");
-    auto* m = new ServedModel{.name = "tiny",
-                              .config = {},
-                              .tokenizer = tokenizer,
-                              .chat_tokenizer = chat_tokenizer(tokenizer),
-                              .chat = {},
-                              .stop_tokens = {1},
-                              .adapters = nullptr};
-    m->config.vocab_size = tokenizer.vocab_size();
-    m->chat.mode = ThinkingMode::chat;
-    m->chat.drop_thinking = false;
-    m->max_positions = 4096;
-    m->default_tokens = 64;
-    m->max_choices = 8;
-    m->max_logprobs = 5;
+// That of openai_testing.h, with room for answers; what a request does not say is: no thinking.
+inline const ServedModel& test_model() {
+  static const ServedModel model = [] {
+    ServedModel m = testing::served_model();
+    m.chat.mode = ThinkingMode::chat;
+    m.chat.drop_thinking = false;
+    m.max_positions = 4096;
+    m.default_tokens = 64;
     return m;
   }();
-  return *model;
+  return model;
 }
 
 // A block of calls as the model writes it; parameters are strings.
@@ -71,7 +62,7 @@ struct Ending {
 // tokens stay whole. A stopped answer ends with the end-of-sentence token, unless a stop string ended it.
 template <class Cut>
 std::vector<Event> events_of(const std::string& text, const Ending& ending, Cut cut) {
-  const Tokenizer& tokenizer = served_model().tokenizer;
+  const Tokenizer& tokenizer = test_model().tokenizer;
   std::vector<Event> events;
   const auto add = [&](int id, std::string bytes) {
     Event e;
@@ -131,7 +122,7 @@ inline std::vector<json> data_of(const std::string& stream) {
 }
 
 inline json run_whole(MakeExchange make, const json& body, const std::vector<Event>& events) {
-  const auto exchange = make(body.dump(), served_model());
+  const auto exchange = make(body.dump(), test_model());
   EXPECT_FALSE(exchange->streams());
   EXPECT_EQ(exchange->requests().size(), 1u);
   for (const Event& e : events) exchange->token(0, e);
@@ -140,7 +131,7 @@ inline json run_whole(MakeExchange make, const json& body, const std::vector<Eve
 
 inline std::vector<json> run_stream(MakeExchange make, json body, const std::vector<Event>& events) {
   body["stream"] = true;
-  const auto exchange = make(body.dump(), served_model());
+  const auto exchange = make(body.dump(), test_model());
   EXPECT_TRUE(exchange->streams());
   EXPECT_EQ(exchange->requests().size(), 1u);
   std::string out = exchange->begin();
@@ -151,13 +142,13 @@ inline std::vector<json> run_stream(MakeExchange make, json body, const std::vec
 
 // The prompt that a body becomes, control tokens spelled out.
 inline std::string prompt_of(MakeExchange make, const std::string& body) {
-  const Request request = make(body, served_model())->requests().at(0);
-  return served_model().tokenizer.decode({request.prompt.begin(), request.prompt.end()}, false);
+  const Request request = make(body, test_model())->requests().at(0);
+  return test_model().tokenizer.decode({request.prompt.begin(), request.prompt.end()}, false);
 }
 
 inline ApiError refused(MakeExchange make, const std::string& body) {
   try {
-    make(body, served_model());
+    make(body, test_model());
   } catch (const ApiError& e) {
     return e;
   }
@@ -179,4 +170,4 @@ inline void expect_refused(MakeExchange make, const std::vector<Refused>& table)
   }
 }
 
-}  // namespace plumb::serve::testing
+}  // namespace plumb::serve::protocol_testing

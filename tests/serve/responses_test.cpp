@@ -5,7 +5,7 @@
 namespace plumb::serve {
 namespace {
 
-using namespace testing;
+using namespace protocol_testing;
 
 constexpr MakeExchange kMake = openai_responses;
 
@@ -27,8 +27,8 @@ TEST(Responses, WholeAnswer) {
   got.erase("created_at");
   // begin of sentence, User, "H", "i", Assistant, think-close | "Hello!" and the end of sentence
   const int64_t prompt = got["usage"]["input_tokens"], answer = got["usage"]["output_tokens"];
-  EXPECT_EQ(prompt, static_cast<int64_t>(4 + served_model().tokenizer.encode("Hi", false).size()));
-  EXPECT_EQ(answer, static_cast<int64_t>(1 + served_model().tokenizer.encode("Hello!", false).size()));
+  EXPECT_EQ(prompt, static_cast<int64_t>(4 + test_model().tokenizer.encode("Hi", false).size()));
+  EXPECT_EQ(answer, static_cast<int64_t>(1 + test_model().tokenizer.encode("Hello!", false).size()));
   const json expected = json::parse(R"({
     "id": "resp_", "object": "response", "status": "completed", "error": null, "incomplete_details": null,
     "background": false, "instructions": null, "max_output_tokens": null, "metadata": {}, "model": "tiny",
@@ -130,6 +130,16 @@ TEST(Responses, EventsJoinedAreTheWholeForEveryCut) {
   }
 }
 
+TEST(Responses, EventsJoinedAreTheWholeForRandomTokens) {
+  std::mt19937_64 random(1);
+  const json body = {{"input", "?"}, {"tools", {kWeather}}, {"reasoning", {{"effort", "high"}}}};
+  for (int i = 0; i < 300; ++i) {
+    const std::vector<Event> events = testing::answer(test_model(), testing::random_answer(test_model(), random));
+    const std::vector<json> stream = run_stream(kMake, body, events);
+    EXPECT_EQ(items_of(stream), run_whole(kMake, body, events)["output"]) << i;
+  }
+}
+
 TEST(Responses, LengthEndsTheResponseAndItsLastItem) {
   const json got = run_whole(kMake, {{"input", "?"}, {"max_output_tokens", 3}}, events_of("abc", {Finish::length}));
   EXPECT_EQ(got["status"], "incomplete");
@@ -216,9 +226,9 @@ TEST(Responses, AForcedCallBeginsWithItsName) {
   using namespace chat_format;
   const std::string rest = std::string(kParameterBegin) + "city" + std::string(kParameterNamed) + "true" +
                            std::string(kParameterFlagged) + "Rome" + std::string(kParameterClose);
-  const auto exchange = kMake(body.dump(), served_model());
+  const auto exchange = kMake(body.dump(), test_model());
   ASSERT_EQ(exchange->requests()[0].stop_strings.size(), 1u);
-  const std::string stop = kMake(body.dump(), served_model())->requests()[0].stop_strings[0];
+  const std::string stop = kMake(body.dump(), test_model())->requests()[0].stop_strings[0];
   const json got = run_whole(kMake, body, events_of(rest, {Finish::stop, stop}));
   ASSERT_EQ(got["output"].size(), 1u);
   EXPECT_EQ(got["output"][0]["name"], "weather");
