@@ -61,13 +61,15 @@ TEST_F(OpenAiChat, AWholeAnswer) {
   // 13 tokens: L et Ġme Ġsee . </think> ĊĊ Hi Ġ and the three bytes of the euro sign, end of sentence.
   const auto exchange = make("");
   EXPECT_FALSE(exchange->streams());
-  const json got = without_ids(whole(*exchange, {answer(model_, "Let me see.</think>\n\nHi €<｜end▁of▁sentence｜>")}));
+  std::vector<Event> events = answer(model_, "Let me see.</think>\n\nHi €<｜end▁of▁sentence｜>");
+  events[0].cached_tokens = 4;
+  const json got = without_ids(whole(*exchange, {events}));
   const json expected = json::parse(R"({
     "object": "chat.completion", "model": "tiny",
     "choices": [{"index": 0, "finish_reason": "stop", "stop_reason": null, "logprobs": null,
       "message": {"role": "assistant", "content": "Hi €", "reasoning_content": "Let me see.", "refusal": null}}],
     "usage": {"prompt_tokens": 5, "completion_tokens": 13, "total_tokens": 18,
-      "completion_tokens_details": {"reasoning_tokens": 6}}})");
+      "prompt_tokens_details": {"cached_tokens": 4}, "completion_tokens_details": {"reasoning_tokens": 6}}})");
   EXPECT_EQ(got, expected) << got.dump(1);
 }
 

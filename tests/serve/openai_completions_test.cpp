@@ -30,7 +30,7 @@ TEST_F(OpenAiCompletions, AWholeAnswer) {
   got.erase("created");
   EXPECT_EQ(got, json::parse(R"({"object": "text_completion", "model": "poet@3",
     "choices": [{"index": 0, "text": "Hello there", "logprobs": null, "finish_reason": "stop", "stop_reason": null}],
-    "usage": {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}})"))
+    "usage": {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 0}}})"))
       << got.dump(1);
 }
 
