@@ -15,6 +15,7 @@
 #include "cli/commands.h"
 #include "cli/session.h"
 #include "model/adapter_files.h"
+#include "rollout/cache_size.h"
 #include "serve/auth.h"
 
 namespace plumb::cli {
@@ -84,6 +85,7 @@ void serve_model(Arguments& a) {
   serve::ServerOptions& o = a.server;
   o.engine.numerics = s.numerics;
   o.engine.tokenizer = s.tokenizer;
+  fit_cache(o.engine, s.weights->model, static_cast<int64_t>(a.memory), model.max_positions);
   o.engine.token_budget = o.engine.max_running + 4 * o.engine.prefill_chunk;
   o.queue.max_open = o.engine.max_running + a.max_queue;
   o.queue.timeout = milliseconds(a.timeout);
@@ -95,7 +97,7 @@ void serve_model(Arguments& a) {
   const std::string name = model.name;
   serve::Server server(*s.weights, std::move(model), o);
   const bool v6 = o.http.host.find(':') != std::string::npos;
-  const std::string address = fmt::format(v6 ? "http://[{}]:{}" : "http://{}:{}", o.http.host, server.port());
+  const std::string address = fmt::format("http://{}:{}", v6 ? "[" + o.http.host + "]" : o.http.host, server.port());
   if (o.service.keys.empty() && o.http.host != "127.0.0.1" && o.http.host != "::1")
     log_warning("{} is open to everybody who reaches it; --api-keys FILE asks for a key", address);
   log_info("serving {} at {}", name, address);

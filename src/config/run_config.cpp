@@ -29,6 +29,9 @@ std::string shown(const toml::node& value) {
   return out.str();
 }
 
+// Top-level keys that the room of rewards reads.
+constexpr const char* kRewardTables[] = {"reward", "environment"};
+
 const std::string kOverride = "--set";  // the place of a value from the command line
 
 // A wrong override is wrong use of the command line.
@@ -122,6 +125,8 @@ struct Reader {
       const std::string key = prefix + std::string(k.str()), where = fmt::format("{}:{}", file, k.source().begin.line);
       if (const Field* field = find(key))
         assign(*field, node, where);
+      else if (config.command == RunCommand::rl && std::ranges::count(kRewardTables, key))
+        continue;  // read from the text by who gives rewards
       else if (node.is_table() && is_table(key))
         read(*node.as_table(), key + ".", file);
       else if (node.is_table())
@@ -173,6 +178,21 @@ struct Reader {
     return it == origin.end() ? file : it->second;
   }
 
+  void check_rl(const std::string& file) {
+    if (config.command != RunCommand::rl) return;
+    const RlKeys& rl = config.rl;
+    if ((rl.kl_reference == "adapter") == rl.kl_ref_adapter_path.empty())
+      stop(where("rl.kl_ref_adapter_path", file),
+           "rl.kl_ref_adapter_path and rl.kl_reference = \"adapter\" belong together", "give both or neither");
+    if (rl.loss == "gspo" && rl.importance_sampling_level != "token" && rl.importance_sampling_level != "sequence")
+      stop(where("rl.importance_sampling_level", file), "gspo takes the ratio over sequences", "leave the key out");
+    if (config.sampling.max_tokens >= config.data.row_tokens)
+      stop(where("sampling.max_tokens", file),
+           fmt::format("sampling.max_tokens = {} leaves no room for a prompt in rows of {} tokens",
+                       config.sampling.max_tokens, config.data.row_tokens),
+           "raise data.row_tokens or lower sampling.max_tokens");
+  }
+
   void check(const std::string& file) {
     for (const Field& field : run_fields()) {
       if (!field.required || !field.belongs_to(config.command)) continue;
@@ -188,6 +208,7 @@ struct Reader {
       stop(where("data.reasoning_effort", file),
            "data.reasoning_effort = \"low\" does not exist in the profile preview",
            "take high or max, or data.effort_profile = \"official\"");
+    check_rl(file);
     const TrainKeys& train = config.train;
     if (train.steps > 0 && train.warmup_steps > train.steps)
       stop(where("train.warmup_steps", file),
@@ -197,9 +218,21 @@ struct Reader {
 
 }  // namespace
 
+std::string reward_tables(const RunConfig& config) {
+  if (config.command != RunCommand::rl || config.text.empty()) return "";
+  toml::table all = toml::parse(config.text, config.file), kept;
+  for (const char* name : kRewardTables)
+    if (const toml::node* node = all.get(name)) kept.insert(name, *node);
+  if (kept.empty()) return "";
+  std::ostringstream out;
+  out << "\n" << toml::toml_formatter{kept} << "\n";
+  return out.str();
+}
+
 RunConfig parse_run_config(RunCommand command, const std::string& text, const std::string& file,
                            const std::vector<std::string>& overrides) {
   Reader reader{default_run_config(command), {}};
+  reader.config.file = file, reader.config.text = text;
   try {
     reader.read(toml::parse(text, file), "", file);
   } catch (const toml::parse_error& e) {

@@ -1,6 +1,6 @@
-// Run files: what `plumb train` and `plumb pretrain` do, as flat TOML. The table of keys in run_fields.cpp is the only
-// place that knows their names, ranges and texts; docs/configuration.md is made from it. Defaults are the initial
-// values below.
+// Run files: what `plumb train`, `plumb rl` and `plumb pretrain` do, as flat TOML. The table of keys in run_fields.cpp
+// is the only place that knows their names, ranges and texts; docs/configuration.md is made from it. Defaults are the
+// initial values below.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace plumb {
 
-enum class RunCommand { train, pretrain };
+enum class RunCommand { train, rl, pretrain };
 
 // One struct a table of the file, members named as the keys. Choices are strings that have been checked.
 struct ModelKeys {
@@ -66,6 +66,47 @@ struct LoraKeys {
   std::string init;  // "" = a fresh adapter
 };
 
+struct RlKeys {
+  int64_t groups_per_step = 4;
+  int64_t group_size = 8;
+  int64_t steps_behind = 0;
+  std::string loss = "cispo";  // cispo, ppo, gspo
+  double epsilon = -1;         // -1 = the loss's default
+  double epsilon_high = -1;
+  std::string importance_sampling_level = "token";               // token, sequence, average, geometric_average
+  double max_negative_advantage_importance_sampling_weight = 0;  // 0 = none
+  bool mask_prob_ratio = false;
+  double kl_penalty_coef = 0;
+  std::string kl_penalty_source = "current_learner";  // current_learner, sample
+  std::string kl_reference = "base";                  // base, start, lag, adapter
+  int64_t kl_penalty_step_lag = 1;
+  std::string kl_ref_adapter_path;
+  double kimi_k2_tau = 0;
+  double truncated_importance_sampling = 0;  // 0 = none
+  bool scale_rewards = true;
+  bool normalize_advantages = true;
+  double advantage_balance = 0;
+  bool precalculate_logprobs = false;
+  int64_t min_shared_tokens = 64;
+  bool replay_experts = false;
+  int64_t samples_every = 1;
+};
+
+struct SamplingKeys {
+  int64_t max_tokens = 256;
+  int64_t max_turns = 1;
+  double temperature = 1;
+  double top_p = 1;
+  int64_t top_k = 0;
+  double min_p = 0;
+  int64_t max_running = 16;
+};
+
+struct EvalKeys {
+  int64_t samples = 1;
+  double temperature = 0;
+};
+
 struct OutputKeys {
   std::string dir;
   std::string resume = "auto";  // auto, never
@@ -81,9 +122,15 @@ struct RunConfig {
   DataKeys data;
   TrainKeys train;
   PretrainKeys pretrain;  // pretrain only
-  LoraKeys lora;          // train only
+  RlKeys rl;              // rl only, as the next two
+  SamplingKeys sampling;
+  EvalKeys eval;
+  LoraKeys lora;  // not pretrain
   OutputKeys output;
   MachineKeys machine;
+  // The run file as it was read, for what another room knows: rl's [[reward]] tables and
+  // [environment].
+  std::string file, text;
 };
 
 // The defaults of a command. Pretraining follows the technical report of DeepSeek-V4 (cosine, AdamW .9/.95/1e-20,

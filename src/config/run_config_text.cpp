@@ -58,7 +58,8 @@ std::string help_text(const Field& field) {
 
 std::string table_purpose(const std::string& table) {
   if (table == "pretrain") return "\n`plumb pretrain` only.\n";
-  if (table == "lora") return "\n`plumb train` only.\n";
+  if (table == "lora") return "\n`plumb train` and `plumb rl`.\n";
+  if (table == "rl" || table == "sampling" || table == "eval") return "\n`plumb rl` only.\n";
   return "";
 }
 
@@ -97,6 +98,7 @@ std::string to_toml(const RunConfig& config) {
     }
     out += fmt::format("{} = {}\n", field.name(), toml_value(field, config));
   }
+  out += reward_tables(config);
   return out;
 }
 
@@ -122,8 +124,9 @@ std::string run_keys_as_markdown() {
                          out.empty() ? "" : "\n", table, table_purpose(table));
     }
     std::string fallback = default_text(field, field.commands.front());
-    if (const std::string other = default_text(field, field.commands.back()); other != fallback)
-      fallback += fmt::format("; {}: {}", name(field.commands.back()), other);
+    for (RunCommand command : field.commands)
+      if (const std::string other = default_text(field, command); other != default_text(field, field.commands.front()))
+        fallback += fmt::format("; {}: {}", name(command), other);
     out += fmt::format("| `{}` | {} | {} | {} | {} |\n", field.name(), fallback, expectation(field), field.unit,
                        field.help);
   }

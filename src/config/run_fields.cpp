@@ -1,17 +1,11 @@
 #include "config/run_fields.h"
 
 #include <algorithm>
-#include <limits>
 
 namespace plumb {
 namespace {
 
-template <class Keys, class Value>
-std::function<FieldRef(RunConfig&)> at(Keys RunConfig::*table, Value Keys::*member) {
-  return [=](RunConfig& config) -> FieldRef { return &(config.*table.*member); };
-}
-
-Range from(double min, double max = std::numeric_limits<double>::infinity()) { return {.min = min, .max = max}; }
+const std::vector<RunCommand> kSupervised = {RunCommand::train, RunCommand::pretrain};
 
 std::vector<Field> model_fields() {
   using K = ModelKeys;
@@ -32,18 +26,22 @@ std::vector<Field> data_fields() {
   using K = DataKeys;
   const auto t = &RunConfig::data;
   return {
-      {.key = "data.train", .value = at(t, &K::train), .required = true, .help = "JSONL file, one example a line"},
+      {.key = "data.train",
+       .value = at(t, &K::train),
+       .required = true,
+       .help = "JSONL file, one example (rl: one prompt) a line"},
       {.key = "data.eval", .value = at(t, &K::eval), .help = "JSONL file that is evaluated and not trained on"},
       {.key = "data.eval_fraction",
        .value = at(t, &K::eval_fraction),
        .range = from(0, 0.5),
-       .help = "part of `data.train` that is held out for evaluation instead of `data.eval`"},
+       .help = "part of `data.train` that is held out for evaluation instead of `data.eval`",
+       .commands = kSupervised},
       {.key = "data.format",
        .value = at(t, &K::format),
        .choices = {"auto", "messages", "prompt", "tokens", "text"},
        .help = "what an example holds: `messages` (with `tools`), `prompt` and `completion`, `tokens` and `mask`, or "
-               "`text`; "
-               "auto looks at its keys"},
+               "`text`; auto looks at its keys",
+       .commands = kSupervised},
       {.key = "data.row_tokens",
        .value = at(t, &K::row_tokens),
        .range = from(16, 1048576),
@@ -85,7 +83,8 @@ std::vector<Field> train_fields() {
        .value = at(t, &K::rows_per_step),
        .range = from(1, 1e6),
        .unit = "rows",
-       .help = "rows whose gradients make one optimizer step"},
+       .help = "rows whose gradients make one optimizer step",
+       .commands = kSupervised},
       {.key = "train.learning_rate",
        .value = at(t, &K::learning_rate),
        .range = from(0, 1),
@@ -190,7 +189,7 @@ std::vector<Field> pretrain_fields() {
 std::vector<Field> lora_fields() {
   using K = LoraKeys;
   const auto t = &RunConfig::lora;
-  const std::vector<RunCommand> only = {RunCommand::train};
+  const std::vector<RunCommand> only = {RunCommand::train, RunCommand::rl};
   return {
       {.key = "lora.rank",
        .value = at(t, &K::rank),
@@ -240,14 +239,16 @@ bool Field::belongs_to(RunCommand command) const { return std::ranges::find(comm
 const std::vector<Field>& run_fields() {
   static const std::vector<Field> fields = [] {
     std::vector<Field> all;
-    for (auto part : {model_fields, data_fields, train_fields, pretrain_fields, lora_fields, output_fields})
+    for (auto part : {model_fields, data_fields, train_fields, rl_fields, pretrain_fields, lora_fields, output_fields})
       for (Field& field : part()) all.push_back(std::move(field));
     return all;
   }();
   return fields;
 }
 
-const char* name(RunCommand command) { return command == RunCommand::train ? "train" : "pretrain"; }
+const char* name(RunCommand command) {
+  return command == RunCommand::train ? "train" : command == RunCommand::rl ? "rl" : "pretrain";
+}
 
 RunConfig default_run_config(RunCommand command) {
   RunConfig config;
@@ -259,6 +260,11 @@ RunConfig default_run_config(RunCommand command) {
     config.train.beta2 = 0.95;
     config.train.eps = 1e-20;
     config.train.weight_decay = 0.1;
+  }
+  if (command == RunCommand::rl) {  // the reference trainer's
+    config.train.learning_rate = 5e-6;
+    config.train.weight_decay = 0.1;
+    config.train.max_grad_norm = 0.1;
   }
   return config;
 }

@@ -1,6 +1,7 @@
 // The table of keys of a run file. Private to the room.
 #pragma once
 #include <functional>
+#include <limits>
 #include <string>
 #include <variant>
 #include <vector>
@@ -27,12 +28,19 @@ struct Field {
   bool required = false;                  // must be given and not be empty
   std::string unit = "";                  // "" = none
   std::string help = "";
-  std::vector<RunCommand> commands = {RunCommand::train, RunCommand::pretrain};
+  std::vector<RunCommand> commands = {RunCommand::train, RunCommand::rl, RunCommand::pretrain};
 
   std::string table() const { return key.substr(0, key.find('.')); }
   std::string name() const { return key.substr(key.find('.') + 1); }
   bool belongs_to(RunCommand command) const;
 };
+
+template <class Keys, class Value>
+std::function<FieldRef(RunConfig&)> at(Keys RunConfig::*table, Value Keys::*member) {
+  return [=](RunConfig& config) -> FieldRef { return &(config.*table.*member); };
+}
+inline Range from(double min, double max = std::numeric_limits<double>::infinity()) { return {.min = min, .max = max}; }
+std::vector<Field> rl_fields();  // [rl], [sampling], [eval]
 
 // In the order of the documentation, tables together.
 const std::vector<Field>& run_fields();
@@ -41,6 +49,9 @@ const char* name(RunCommand command);
 
 // What a value must be, to stand behind "must be": "a number greater than 0 and at most 1".
 std::string expectation(const Field& field);
+
+// The [[reward]] tables and [environment] of the run file as TOML; "" without any.
+std::string reward_tables(const RunConfig& config);
 
 // The value as TOML.
 std::string toml_value(const Field& field, const RunConfig& config);

@@ -3,13 +3,13 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <charconv>
 #include <fstream>
 #include <limits>
 #include <numeric>
 
 #include "base/error.h"
 #include "base/hash.h"
+#include "data/line_parts.h"
 #include "tokenizer/chat_encode.h"
 #include "tokenizer/python_json.h"
 
@@ -24,25 +24,6 @@ std::string format_of(const Json& line, const std::string& where) {
   for (const char* key : {"messages", "prompt", "tokens", "text"})
     if (line.find(key)) return key;
   fail(where, "has none of the keys messages, prompt, tokens, text", kFormats);
-}
-
-const Json& require(const Json& line, const char* key, Json::Kind kind, const std::string& where,
-                    const std::string& format) {
-  const Json* value = line.find(key);
-  if (!value) fail(where, fmt::format("has no key {}", key), fmt::format("every line of format {} has it", format));
-  if (value->kind != kind)
-    fail(where, fmt::format("{} is {}", key, kind_name(value->kind)),
-         fmt::format("it must be {}", kind == Json::Kind::string ? "a text" : "a list"));
-  return *value;
-}
-
-// The whole number that a JSON value spells, or -1: the caller's error names the value.
-int whole_number(const Json& value) {
-  int number = -1;
-  const std::string& text = value.text;
-  if (value.kind != Json::Kind::number) return -1;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  return error == std::errc() && end == text.data() + text.size() ? number : -1;
 }
 
 // Reads one line after the other into samples.
@@ -67,7 +48,7 @@ class Reader {
       read_tokens(json, where, sample);
     else
       read_text(json, where, sample);
-    check_vocabulary(sample, where);
+    check_vocabulary(sample.tokens, options_.vocab_size, where);
     data_.longest = std::max<int64_t>(data_.longest, static_cast<int64_t>(sample.tokens.size()));
     keep(std::move(sample));
   }
@@ -92,20 +73,12 @@ class Reader {
     sample.mask.resize(sample.tokens.size(), mask);
   }
 
-  // A line may choose its own mode, so that one file teaches both.
-  ChatOptions chat_options(const Json& json) const {
-    Json own;
-    own.kind = Json::Kind::object;
-    if (const Json* mode = json.find("thinking_mode")) own.members.push_back({"thinking_mode", *mode});
-    return chat_options_from_json(own, "the line", options_.chat);
-  }
-
   void read_messages(const Json& json, const std::string& where, Sample& sample) const {
     const Json& messages = require(json, "messages", Json::Kind::array, where, "messages");
     text();
     try {
-      const ChatTokens chat =
-          encode_for_training(messages_from_json(messages, json.find("tools")), chat_options(json), chat_);
+      const ChatTokens chat = encode_for_training(messages_from_json(messages, json.find("tools")),
+                                                  line_chat_options(json, options_.chat), chat_);
       sample.tokens.assign(chat.ids.begin(), chat.ids.end());
       sample.mask = chat.mask;
     } catch (const Error& e) {  // says which message; the line is known here
@@ -123,11 +96,7 @@ class Reader {
   }
 
   void read_tokens(const Json& json, const std::string& where, Sample& sample) const {
-    for (const Json& value : require(json, "tokens", Json::Kind::array, where, "tokens").items) {
-      const int id = whole_number(value);
-      if (id < 0) fail(where, "tokens holds " + python_dumps(value), "token ids are whole numbers from 0");
-      sample.tokens.push_back(id);
-    }
+    sample.tokens = read_token_ids(json, "tokens", where);
     const Json* mask = json.find("mask");
     if (!mask) {
       sample.mask.assign(sample.tokens.size(), 1);
@@ -148,13 +117,6 @@ class Reader {
     append(sample, {options_.bos}, 0);
     append(sample, text().encode(document, false), 1);
     append(sample, {options_.eos}, 1);
-  }
-
-  void check_vocabulary(const Sample& sample, const std::string& where) const {
-    for (int id : sample.tokens)
-      if (id >= options_.vocab_size)
-        fail(where, fmt::format("token {} is not in the vocabulary", id),
-             fmt::format("the model has the tokens 0 to {}", options_.vocab_size - 1));
   }
 
   void keep(Sample sample) {

@@ -5,14 +5,10 @@
 #include <string>
 
 #include "base/error.h"
+#include "plan/plan_parts.h"
 
 namespace plumb {
 namespace {
-
-void check_shape(const PlanShape& shape) {
-  PLUMB_CHECK(shape.window > 0);
-  PLUMB_CHECK(shape.csa_ratio >= 0 && shape.hca_ratio >= 0);
-}
 
 // How the rows and entries of one sequence map to numbers in the plan: a run of `count` new rows, numbered from
 // first_row, at positions start .. start + count - 1; everything before `start` lives in the cache.
@@ -20,13 +16,6 @@ struct Run {
   int first_row, start, count;
   int end() const { return start + count; }
 };
-
-CompressionPlan empty_compression(int ratio, bool overlap) {
-  CompressionPlan plan;
-  plan.ratio = ratio;
-  plan.slots = overlap ? 2 * ratio : ratio;
-  return plan;
-}
 
 // First position whose projected row an entry completed at or after position `end` may still pool: the open window and,
 // where windows overlap, the one before it.
@@ -59,8 +48,8 @@ struct CompressionSlots {
 };
 
 // The entries whose window is completed by a row of the run (spec 3.6): entry i pools positions
-// (i+1)*ratio - slots .. (i+1)*ratio - 1, those before the sequence absent. slots: nullptr = nothing is pending.
-void add_entries(CompressionPlan& plan, const Run& run, int rows, const CompressionSlots* slots) {
+// (i+1)*ratio - slots .. (i+1)*ratio - 1, those before the sequence absent.
+void add_entries(CompressionPlan& plan, const Run& run, int rows, const CompressionSlots& slots) {
   for (int i = run.start / plan.ratio; i < run.end() / plan.ratio; ++i) {
     const int end = (i + 1) * plan.ratio;
     for (int p = end - plan.slots; p < end; ++p) {
@@ -69,8 +58,7 @@ void add_entries(CompressionPlan& plan, const Run& run, int rows, const Compress
       } else if (p >= run.start) {
         plan.source.push_back(run.first_row + p - run.start);
       } else {
-        PLUMB_CHECK(slots, "an entry needs rows of an earlier step, but nothing is pending");
-        plan.source.push_back(rows + slots->pending(p, plan));
+        plan.source.push_back(rows + slots.pending(p, plan));
       }
     }
     plan.position.push_back(i * plan.ratio);
@@ -85,21 +73,10 @@ void add_visible(CompressionPlan& plan, const Run& run, const EntryBlocks& block
     int left = (t + 1) / plan.ratio;
     for (size_t b = 0; left > 0; ++b) {
       const int first = blocks.base[b], count = std::min(left, blocks.size);
-      if (visible.range.size() > begin && visible.range.back().last == first)
-        visible.range.back().last += count;
-      else
-        visible.range.push_back({first, first + count});
+      add_range(visible, begin, first, first + count);
       left -= count;
     }
     visible.begin.push_back(static_cast<int>(visible.range.size()));
-  }
-}
-
-void add_tokens(SequencePlan& plan, std::span<const int> tokens, int start, int document) {
-  for (size_t i = 0; i < tokens.size(); ++i) {
-    plan.token.push_back(tokens[i]);
-    plan.position.push_back(start + static_cast<int>(i));
-    plan.document.push_back(document);
   }
 }
 
@@ -121,7 +98,7 @@ void check_slots(const PlanShape& shape, const CacheShape& cache, const CacheSlo
 
 // One ratio of one cached sequence: new entries, what its rows see, which rows stay pending afterwards.
 void add_cached_compression(CompressionPlan& plan, const Run& run, int rows, const CompressionSlots& slots) {
-  add_entries(plan, run, rows, &slots);
+  add_entries(plan, run, rows, slots);
   for (int i = run.start / plan.ratio; i < run.end() / plan.ratio; ++i) plan.slot.push_back(slots.entries.row(i));
   add_visible(plan, run, slots.entries);
   const int needed = first_needed(plan, run.end());
@@ -184,38 +161,10 @@ CompressionSlots paged_slots(const std::vector<int>& page, int positions, const 
 
 }  // namespace
 
-SequencePlan plan_documents(const PlanShape& shape, const std::vector<std::vector<int>>& documents) {
-  check_shape(shape);
-  SequencePlan plan;
-  plan.csa = empty_compression(shape.csa_ratio, true);
-  plan.hca = empty_compression(shape.hca_ratio, false);
-  int rows = 0;
-  for (const auto& d : documents) rows += static_cast<int>(d.size());
-  for (size_t d = 0; d < documents.size(); ++d) {
-    const Run run{plan.rows(), 0, static_cast<int>(documents[d].size())};
-    add_tokens(plan, documents[d], 0, static_cast<int>(d));
-    for (int t = 0; t < run.count; ++t) {
-      for (int p = std::max(0, t - shape.window + 1); p <= t; ++p) plan.window.row.push_back(run.first_row + p);
-      plan.window.begin.push_back(static_cast<int>(plan.window.row.size()));
-    }
-    for (CompressionPlan* c : {&plan.csa, &plan.hca}) {
-      if (c->ratio == 0) continue;
-      const int base = c->new_entries();
-      add_entries(*c, run, rows, nullptr);
-      add_visible(*c, run, {std::numeric_limits<int>::max(), {base}});
-    }
-  }
-  plan.key_rows = rows;
-  plan.csa.entries = plan.csa.new_entries();
-  plan.hca.entries = plan.hca.new_entries();
-  for (int r = 0; r < rows; ++r) plan.wanted.push_back(r);
-  return plan;
-}
-
 SequencePlan plan_cached_step(const PlanShape& shape, const CacheShape& cache, const std::vector<CacheSlots>& slots,
                               const std::vector<int>& length, const std::vector<std::vector<int>>& tokens,
                               bool want_all) {
-  check_shape(shape);
+  check(shape);
   PLUMB_CHECK(slots.size() == tokens.size() && length.size() == tokens.size());
   SequencePlan plan = empty_step(shape, cache);
   int rows = 0;
@@ -240,7 +189,7 @@ CacheShape cache_shape(const PlanShape& shape, const PageShape& pages) {
 }
 
 SequencePlan plan_paged_step(const PlanShape& shape, const PageShape& pages, const std::vector<PagedRun>& runs) {
-  check_shape(shape);
+  check(shape);
   for (int ratio : {shape.csa_ratio, shape.hca_ratio})
     PLUMB_CHECK(pages.positions > 0 && (ratio == 0 || pages.positions % ratio == 0));
   SequencePlan plan = empty_step(shape, cache_shape(shape, pages));

@@ -65,6 +65,18 @@ struct PlanShape {
 // give no entry. Zero-length documents are legal. All rows are wanted.
 SequencePlan plan_documents(const PlanShape& shape, const std::vector<std::vector<int>>& documents);
 
+// A stretch of tokens of a prefix tree. What a segment sees is its path: its ancestors from the root on, then itself.
+struct TreeSegment {
+  int parent = -1;          // an earlier segment that it continues; -1: it begins a tree
+  std::vector<int> tokens;  // may be empty
+  int document = 0;
+};
+// Prefix trees packed one after the other: a row has the window, the entries and the positions that it would have in
+// its path as a document of its own. An entry whose window straddles a branch point is made once in every branch; an
+// incomplete window at the end of a segment gives no entry there. All rows are wanted. plan_documents is the case
+// without parents.
+SequencePlan plan_trees(const PlanShape& shape, const std::vector<TreeSegment>& segments);
+
 // Where the rows of one growing sequence live in a cache: plain slots, one a position.
 //   key slot of position t      = key_base + t mod key_capacity
 //   entry slot of entry i       = {csa,hca}_base + i

@@ -1,5 +1,6 @@
 #include "serve/engine_thread.h"
 
+#include "base/error.h"
 #include "base/log.h"
 #include "serve/errors.h"
 
@@ -70,7 +71,8 @@ EngineThread::~EngineThread() {
 
 EngineThread::JobId EngineThread::submit(std::vector<Request> requests, std::shared_ptr<Mailbox> mailbox) {
   const int count = static_cast<int>(requests.size());
-  Command c{0, std::move(requests), std::move(mailbox), Clock::now()};
+  PLUMB_CHECK(count > 0, "an exchange asks for no answer");
+  JobId job;
   {
     const std::lock_guard lock(mutex_);
     if (count > options_.max_open)
@@ -82,11 +84,11 @@ EngineThread::JobId EngineThread::submit(std::vector<Request> requests, std::sha
       throw ApiError{429, "", "the queue is full (" + std::to_string(open_) + " answers run or wait); try again later",
                      1};
     open_ += count;
-    c.job = next_job_++;
-    commands_.push_back(std::move(c));
+    job = next_job_++;
+    commands_.push_back({job, std::move(requests), std::move(mailbox), Clock::now()});
   }
   changed_.notify_one();
-  return c.job;
+  return job;
 }
 
 void EngineThread::cancel(JobId job) {
@@ -125,6 +127,7 @@ bool EngineThread::take_commands() {
       end_job(job, "abort", {});
   }
   const std::lock_guard lock(mutex_);
+  stats_ = engine_->stats();
   return !stop_;
 }
 
@@ -149,7 +152,8 @@ void EngineThread::step() {
   try {
     for (Event& e : engine_->step()) deliver(std::move(e));
   } catch (const std::exception& e) {
-    // Nobody knows which rows of the step were the reason, so all of them end; what comes next finds an empty engine.
+    // What a request can cause comes as an event; this is worse. All requests end, and the next one finds an empty
+    // engine.
     log_warning("the engine failed, {} requests end: {}", jobs_.size(), e.what());
     while (!jobs_.empty())
       end_job(jobs_.begin(), "error", ApiError{500, "", std::string("the engine failed: ") + e.what()});
@@ -160,19 +164,27 @@ void EngineThread::deliver(Event event) {
   const auto place = places_.find(event.request);
   if (place == places_.end()) return;
   const auto job = jobs_.find(place->second.job);
+  if (event.finish == Finish::error)
+    return end_job(job, "error", ApiError{500, "", "the engine failed: " + event.error});
   Choice& choice = job->second.choices[place->second.choice];
-  const auto now = Clock::now();
-  if (choice.last_token)
-    metrics_.next_token(seconds_between(*choice.last_token, now));
-  else
-    metrics_.first_token(seconds_between(job->second.asked, now), choice.prompt);
-  choice.last_token = now;
+  if (!choice.begun) metrics_.prompt_read(choice.prompt);
+  choice.begun = true;
+  if (event.token.id >= 0) count_token(choice, job->second.asked);
   const Finish finish = event.finish;
   if (!job->second.mailbox->put({place->second.choice, std::move(event)}))
     return end_job(job, "abort", ApiError{408, "", "the client reads its answer too slowly"});
   if (finish == Finish::none) return;
   end_choice(job, choice, finish == Finish::stop ? "stop" : "length");
   if (job->second.open == 0) jobs_.erase(job);
+}
+
+void EngineThread::count_token(Choice& choice, Clock::time_point asked) {
+  const auto now = Clock::now();
+  if (choice.last_token)
+    metrics_.next_token(seconds_between(*choice.last_token, now));
+  else
+    metrics_.first_token(seconds_between(asked, now));
+  choice.last_token = now;
 }
 
 void EngineThread::end_choice(Jobs::iterator job, Choice& choice, const char* reason) {

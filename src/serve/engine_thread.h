@@ -81,6 +81,7 @@ class EngineThread {
   struct Choice {
     RequestId request = 0;  // 0: it has ended
     int64_t prompt = 0;     // tokens
+    bool begun = false;     // the engine has told something
     std::optional<Clock::time_point> last_token;
   };
   struct Job {
@@ -96,6 +97,7 @@ class EngineThread {
   void start(Command& command);
   void step();
   void deliver(Event event);
+  void count_token(Choice& choice, Clock::time_point asked);
   void end_choice(Jobs::iterator job, Choice& choice, const char* reason);
   void end_job(Jobs::iterator job, const char* reason, const std::optional<ApiError>& error);
   void end_late();

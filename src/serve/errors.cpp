@@ -83,6 +83,8 @@ ApiError error_of(const std::exception_ptr& thrown) {
     std::rethrow_exception(thrown);
   } catch (const ApiError& e) {
     return e;
+  } catch (const QueueFull& e) {
+    return {429, "", e.what(), 1};
   } catch (const Error& e) {
     return {400, e.where(), e.what()};
   } catch (const std::exception& e) {

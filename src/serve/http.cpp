@@ -378,7 +378,7 @@ asio::awaitable<bool> Session::serve_one() {
 asio::awaitable<void> Session::run() {
   while (!gone_) {
     const bool more = co_await serve_one();
-    if (!more) break;
+    if (!more || server_.stopping) break;
     busy_ = buffer_.size() > 0;
   }
   close();

@@ -53,10 +53,14 @@ Metrics::Metrics()
       between_tokens_({0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5}),
       latency_({0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480}) {}
 
-void Metrics::first_token(double seconds, int64_t prompt_tokens) {
+void Metrics::prompt_read(int64_t tokens) {
+  const std::lock_guard lock(mutex_);
+  prompt_tokens_ += tokens;
+}
+
+void Metrics::first_token(double seconds) {
   const std::lock_guard lock(mutex_);
   first_token_.observe(seconds);
-  prompt_tokens_ += prompt_tokens;
   ++generation_tokens_;
 }
 
@@ -91,6 +95,10 @@ std::string Metrics::text(const EngineStats& e, int connections, const std::stri
          static_cast<double>(prompt_tokens_));
   single(out, "vllm:generation_tokens_total", "counter", "Tokens made.", label,
          static_cast<double>(generation_tokens_));
+  single(out, "vllm:prefix_cache_queries_total", "counter", "Prompt tokens looked up in the prefix cache.", label,
+         static_cast<double>(prompt_tokens_));
+  single(out, "vllm:prefix_cache_hits_total", "counter", "Tokens whose rows came from the prefix cache.", label,
+         static_cast<double>(e.prefix_hit_tokens));
 
   describe(out, "vllm:request_success_total", "counter", "Answers that ended, by reason.");
   for (const char* reason : {"stop", "length", "abort", "error"}) {
@@ -113,6 +121,7 @@ std::string Metrics::text(const EngineStats& e, int connections, const std::stri
   pages("key", "held", e.held_key_pages);
   pages("entry", "free", e.free_entry_pages);
   pages("entry", "held", e.held_entry_pages);
+  single(out, "plumb:prefix_cache_pages", "gauge", "Pages in the prefix cache.", label, e.cached_pages);
   single(out, "plumb:engine_steps_total", "counter", "Forward passes.", label, static_cast<double>(e.steps));
   single(out, "plumb:engine_rows_total", "counter", "Rows of all forward passes.", label, static_cast<double>(e.rows));
   single(out, "plumb:connections", "gauge", "Open connections.", label, connections);

@@ -30,9 +30,11 @@ class Histogram {
 class Metrics {
  public:
   Metrics();
-  // Of one choice: its prompt was read and its first token made, so many seconds after it was asked for; a further
-  // token, so many seconds after the one before; its end. reason: stop, length, abort, error.
-  void first_token(double seconds, int64_t prompt_tokens);
+  // Of one choice: its prompt was read; its first token was made, so many seconds after it was asked for; a further
+  // token, so many seconds after the one before; its end, so many seconds after it was asked for. reason: stop, length,
+  // abort, error.
+  void prompt_read(int64_t tokens);
+  void first_token(double seconds);
   void next_token(double seconds);
   void finished(const std::string& reason, double seconds);
   void answered(const std::string& route, int status);  // an HTTP request

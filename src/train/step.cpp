@@ -31,8 +31,7 @@ class Accumulator {
   }
 
   void add(const TrainRow& row, const MtpRow* mtp) {
-    constexpr int64_t kKeptBytes = int64_t{2} << 30;  // beyond, layers are recomputed: a third more time
-    options_.keep_layers = kept_layer_bytes(t_.weights->config(), row.plan.rows()) <= kKeptBytes;
+    options_.keep_layers = keeps_layers(t_.weights->config(), row.plan.rows());
     const Linear& head = t_.weights->outer().head;
     const ForwardResult result = forward(*t_.weights, row.plan, options_);
     const Tensor logprob = ops::head_logprobs(result.hidden, head, row.target);
@@ -97,6 +96,11 @@ class Accumulator {
 };
 
 }  // namespace
+
+bool keeps_layers(const ModelConfig& config, int64_t rows) {
+  constexpr int64_t kKeptBytes = int64_t{2} << 30;
+  return kept_layer_bytes(config, rows) <= kKeptBytes;
+}
 
 StepLosses accumulate_gradients(Trainee& trainee, const std::vector<TrainRow>& rows, Numerics numerics,
                                 const LossWeights& weights) {

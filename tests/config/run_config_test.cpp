@@ -96,7 +96,7 @@ TEST(RunConfig, FileMayBeEmpty) {
 }
 
 TEST(RunConfig, ResolvedFileRoundTrips) {
-  for (RunCommand command : {RunCommand::train, RunCommand::pretrain}) {
+  for (RunCommand command : {RunCommand::train, RunCommand::rl, RunCommand::pretrain}) {
     RunConfig c = parse(kMinimal, {"train.learning_rate=2.5e-7", "train.steps=7"}, command);
     c.data.eval = "a \"b\" \\c\n\x01 \xc3\xa9.jsonl";
     const std::string text = to_toml(c);
@@ -108,6 +108,29 @@ TEST(RunConfig, ResolvedFileRoundTrips) {
   }
   EXPECT_EQ(to_toml(parse(kMinimal)).find("pretrain"), std::string::npos);
   EXPECT_EQ(to_toml(parse(kMinimal, {}, RunCommand::pretrain)).find("[lora]"), std::string::npos);
+}
+
+TEST(RunConfig, RewardsStayInTheResolvedFile) {
+  const std::string reward = "\n[[reward]]\nkind = \"exact\"\nweight = 0.5\n";
+  const RunConfig c = parse(kMinimal + reward, {"rl.group_size=3"}, RunCommand::rl);
+  EXPECT_EQ(c.rl.group_size, 3);
+  EXPECT_NE(c.text.find("[[reward]]"), std::string::npos);
+  const RunConfig again = parse(to_toml(c), {}, RunCommand::rl);
+  EXPECT_EQ(to_toml(again), to_toml(c));
+  EXPECT_NE(to_toml(c).find("weight = 0.5"), std::string::npos);
+  EXPECT_EQ(refusal(kMinimal + reward), "run.toml:8: there is no key reward");
+}
+
+TEST(RunConfigRefuses, RlKeysThatDoNotFitTogether) {
+  const auto rl = [](const std::string& text) { return refusal(kMinimal + text, {}, RunCommand::rl); };
+  EXPECT_EQ(
+      rl("[rl]\nkl_reference = \"adapter\"\n"),
+      "run.toml: rl.kl_ref_adapter_path and rl.kl_reference = \"adapter\" belong together (give both or neither)");
+  EXPECT_EQ(rl("[sampling]\nmax_tokens = 5000\n"),
+            "run.toml:8: sampling.max_tokens = 5000 leaves no room for a prompt in rows of 2048 tokens (raise "
+            "data.row_tokens or lower sampling.max_tokens)");
+  EXPECT_EQ(rl("[rl]\nloss = \"gspo\"\nimportance_sampling_level = \"average\"\n"),
+            "run.toml:9: gspo takes the ratio over sequences (leave the key out)");
 }
 
 TEST(RunConfigRefuses, UnknownKeysWithTheNearest) {
@@ -171,7 +194,7 @@ TEST(RunConfigRefuses, Lists) {
 
 TEST(RunConfigRefuses, WhatDoesNotFitTogether) {
   EXPECT_EQ(refusal("[model]\npath = \"m\"\n[output]\ndir = \"o\"\n"),
-            "run.toml: data.train is missing (JSONL file, one example a line)");
+            "run.toml: data.train is missing (JSONL file, one example (rl: one prompt) a line)");
   EXPECT_EQ(refusal_of_set("output.dir="),
             "--set: output.dir is empty (run directory: resolved configuration, metrics, log, checkpoints)");
   EXPECT_EQ(refusal(kMinimal, {"data.eval=e.jsonl", "data.eval_fraction=0.1"}),
@@ -223,7 +246,7 @@ TEST(RunConfig, DocumentationIsUpToDate) {
   const std::string marker = "<!-- from here on: made from src/config/run_fields.cpp -->\n\n";
   const size_t at = text.str().find(marker);
   ASSERT_NE(at, std::string::npos);
-  const std::string expected = testing::temp_path("run_keys.md");
+  const std::string expected = ::testing::TempDir() + "plumb_run_keys.md";  // stays, to be copied
   if (text.str().substr(at + marker.size()) != run_keys_as_markdown()) {
     std::ofstream(expected) << run_keys_as_markdown();
     FAIL() << "replace what follows the marker in docs/configuration.md by the text in " << expected;

@@ -7,6 +7,7 @@
 #include <fstream>
 
 #include "base/error.h"
+#include "data/prompts.h"
 #include "support/temp_path.h"
 
 namespace plumb {
@@ -187,6 +188,53 @@ TEST(Fingerprint, SeesTokensMasksAndBoundaries) {
   EXPECT_NE(fingerprint(a), fingerprint(b));
   b = numbered(3), b[2].tokens[0] = 9;
   EXPECT_NE(fingerprint(a), fingerprint(b));
+}
+
+// ---- Prompts
+
+struct PromptsTest : DatasetTest {
+  std::vector<Prompt> read_all(const std::string& text, int answer_tokens = 4) {
+    std::ofstream(path) << text;
+    return read_prompts(path, &tokenizer, options, answer_tokens);
+  }
+  std::string refusal(const std::string& text) {
+    try {
+      read_all(text);
+    } catch (const Error& e) {
+      return e.what();
+    }
+    return "accepted";
+  }
+};
+
+TEST_F(PromptsTest, EveryFormatAndTheLineItself) {
+  const std::string messages = R"({"messages": [{"role": "user", "content": "ab"}], "answer": "c"})";
+  const std::vector<Prompt> p = read_all(messages + "\n\n{\"prompt\": \"ab\"}\n{\"tokens\": [0, 5]}\n");
+  ASSERT_EQ(p.size(), 3u);
+  EXPECT_EQ(p[0].tokens, (Ids{0, 29, 2, 3, 30, 32}));  // begin, user, a, b, assistant, no thinking
+  EXPECT_EQ(p[0].line, messages);
+  ASSERT_EQ(p[0].messages.size(), 1u);
+  EXPECT_EQ(p[1].tokens, (Ids{0, 2, 3}));
+  EXPECT_EQ(p[2].tokens, (Ids{0, 5}));
+  EXPECT_EQ(p[2].number, 4);
+  EXPECT_NE(fingerprint(p), fingerprint({p[0], p[2], p[1]}));
+}
+
+TEST_F(PromptsTest, BadLinesAreNamed) {
+  EXPECT_EQ(refusal("{\"tokens\": [0]}\n{\"text\": \"a\"}\n"),
+            path +
+                ":2: has none of the keys messages, prompt, tokens (write {\"messages\": [...]}, {\"prompt\": "
+                "\"...\"} or {\"tokens\": [...]})");
+  EXPECT_EQ(refusal("{\"tokens\": [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]}"),
+            path +
+                ":1: the prompt has 13 tokens, which leaves no room for an answer of 4 (data.row_tokens is 16: raise "
+                "it, or lower sampling.max_tokens)");
+  EXPECT_NE(refusal(R"({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})")
+                .find("the last message is an answer"),
+            std::string::npos);
+  EXPECT_NE(refusal("{\"tokens\": [99]}").find("token 99 is not in the vocabulary"), std::string::npos);
+  EXPECT_NE(refusal("{\"tokens\": []}").find("has no token"), std::string::npos);
+  EXPECT_NE(refusal("\n").find("has no prompt"), std::string::npos);
 }
 
 }  // namespace

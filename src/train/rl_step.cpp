@@ -1,0 +1,107 @@
+#include "train/rl_step.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "base/error.h"
+#include "ops/head.h"
+#include "train/step.h"
+
+namespace plumb {
+namespace {
+
+// A shared token must not be the one that predicts the first trained token: its row would have several targets.
+int shareable_tokens(const RlSample& s) {
+  const auto first = std::find(s.mask.begin(), s.mask.end(), 1) - s.mask.begin();
+  return std::min(s.prompt, static_cast<int>(first) - 1);
+}
+
+void add_sample(RlRow& row, const TreeRow& tree, const TreeRow::Leaf& leaf, int index, const RlSample& sample,
+                const SampleWeight& weight) {
+  const std::vector<int> rows = path_rows(tree, leaf.segment);
+  for (size_t p = 1; p < sample.tokens.size(); ++p) {
+    if (!sample.mask[p]) continue;
+    row.plan.wanted.push_back(rows[p - 1]);
+    row.target.push_back(sample.tokens[p]);
+    row.tokens.push_back({sample.logprob[p], sample.logprob[p], std::numeric_limits<float>::quiet_NaN(),
+                          weight.advantage, weight.weight, index});
+    row.origin.push_back({index, static_cast<int>(p)});
+  }
+}
+
+ForwardOptions forward_options(const AdapterBatch* adapters, Numerics numerics) {
+  ForwardOptions o;
+  o.numerics = numerics;
+  o.adapters = adapters;
+  return o;
+}
+
+}  // namespace
+
+int64_t RlSample::trained() const { return std::count(mask.begin(), mask.end(), 1); }
+
+RlRows make_rl_rows(const PlanShape& shape, const std::vector<RlSample>& samples,
+                    const std::vector<SampleWeight>& weights, const TreeOptions& options) {
+  PLUMB_CHECK(samples.size() == weights.size());
+  std::vector<TreeSample> trees;
+  std::vector<int> index;  // of the samples that are kept
+  for (size_t i = 0; i < samples.size(); ++i) {
+    const RlSample& s = samples[i];
+    PLUMB_CHECK(s.tokens.size() == s.mask.size() && s.tokens.size() == s.logprob.size());
+    PLUMB_CHECK(s.tokens.empty() || !s.mask[0], "nothing predicts the first token");
+    if (!weights[i].kept) continue;
+    index.push_back(static_cast<int>(i));
+    trees.push_back({s.tokens, std::max(0, shareable_tokens(s)), s.group});
+  }
+  const TreePacking packing = pack_trees(trees, options);
+  RlRows result;
+  result.logical_tokens = packing.logical_tokens;
+  result.physical_tokens = packing.physical_tokens;
+  for (const TreeRow& tree : packing.rows) {
+    RlRow& row = result.rows.emplace_back();
+    row.plan = plan_trees(shape, tree.segments);
+    row.plan.wanted.clear();
+    for (const TreeRow::Leaf& leaf : tree.leaves)
+      add_sample(row, tree, leaf, index[leaf.sample], samples[index[leaf.sample]], weights[index[leaf.sample]]);
+    PLUMB_CHECK(std::is_sorted(row.plan.wanted.begin(), row.plan.wanted.end()));
+    result.trained += static_cast<int64_t>(row.target.size());
+  }
+  return result;
+}
+
+Tensor row_logprobs(WeightStore& weights, const AdapterBatch* adapters, const RlRow& row, Numerics numerics) {
+  const ForwardResult r = forward(weights, row.plan, forward_options(adapters, numerics));
+  return ops::head_logprobs(r.hidden, weights.outer().head, row.target);
+}
+
+RlStepResult accumulate_rl_gradients(Trainee& t, const std::vector<RlRow>& rows, Numerics numerics,
+                                     const RlLossOptions& options) {
+  int64_t trained = 0;
+  for (const RlRow& row : rows) trained += static_cast<int64_t>(row.target.size());
+  PLUMB_CHECK(trained > 0);
+  const AdapterBatch* adapters = t.adapter ? &t.adapters : nullptr;
+
+  KlSum kl;  // its mean over the whole step is needed before the first gradient
+  if (options.kl_coefficient > 0)
+    for (const RlRow& row : rows)
+      add_kl(options, row.tokens, row_logprobs(*t.weights, adapters, row, numerics).f32(), kl);
+
+  ForwardOptions o = forward_options(adapters, numerics);
+  o.keep_streams = true;
+  const Linear& head = t.weights->outer().head;
+  RlStepResult result;
+  for (const RlRow& row : rows) {
+    o.keep_layers = keeps_layers(t.weights->config(), row.plan.rows());
+    const ForwardResult r = forward(*t.weights, row.plan, o);
+    const Tensor logprob = ops::head_logprobs(r.hidden, head, row.target);
+    const RlLoss loss = rl_loss(options, row.tokens, logprob.f32(), kl.mean(), 1.0 / static_cast<double>(trained));
+    result.loss += loss.sum;
+    result.stats.add(loss.stats);
+    const Tensor d_hidden =
+        ops::head_logprobs_backward(Tensor::of(loss.d_logprob), r.hidden, head, row.target, t.gradients.outer.head);
+    backward(*t.weights, row.plan, o, r, d_hidden, {}, t.gradients, {});
+  }
+  return result;
+}
+
+}  // namespace plumb
