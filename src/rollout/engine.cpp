@@ -24,12 +24,21 @@ void check_options(const EngineOptions& o) {
   at_least("entry_pages", o.entry_pages, 1);
 }
 
+void check_tokens(const char* name, const std::vector<int>& tokens, int vocab) {
+  for (int t : tokens)
+    if (t < 0 || t >= vocab)
+      fail(name, "token " + number(t) + " is not in the vocabulary", "allowed: 0 to " + number(vocab - 1));
+}
+
 void check_request(const Request& r, const ModelConfig& c) {
   check(r.sampling, c.vocab_size);
   if (r.prompt.empty()) fail("prompt", "is empty", "a sequence starts with at least one token");
-  for (int t : r.prompt)
-    if (t < 0 || t >= c.vocab_size)
-      fail("prompt", "token " + number(t) + " is not in the vocabulary", "allowed: 0 to " + number(c.vocab_size - 1));
+  check_tokens("prompt", r.prompt, c.vocab_size);
+  check_tokens("answer", r.answer, c.vocab_size);
+  if (!r.answer.empty() && static_cast<int>(r.answer.size()) >= r.sampling.max_tokens)
+    fail("answer", "has " + number(static_cast<int>(r.answer.size())) + " tokens already", "less than max_tokens");
+  if (!r.answer.empty() && (!r.stop_strings.empty() || r.prompt_logprobs))
+    fail("answer", "does not go together with stop_strings and prompt_logprobs", "start the answer anew");
   if (r.sampling.max_tokens == 0 && !r.prompt_logprobs && !r.routed_experts)
     fail("max_tokens", "0 leaves nothing to do", "at least 1, or ask for prompt_logprobs or routed_experts");
   if (r.prompt_top_logprobs < 0 || r.prompt_top_logprobs > 100)
@@ -80,6 +89,7 @@ RequestId Engine::submit(Request request) {
                                         : registry_->newest(request.adapter);
   }
   s.tokens = request.prompt;
+  s.tokens.insert(s.tokens.end(), request.answer.begin(), request.answer.end());
   s.text = AnswerText(request.stop_strings);
   s.request = std::move(request);
   const RequestId id = s.id = next_id_++;

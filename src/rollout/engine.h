@@ -29,6 +29,9 @@ using RequestId = uint64_t;
 // routed_experts.
 struct Request {
   std::vector<int> prompt;  // at least one token
+  // The beginning of the answer, made by an earlier engine: it goes on from there as if it had made them. They count as
+  // the answer's for every option and come in no event.
+  std::vector<int> answer;
   SamplingParams sampling;
   uint64_t key = 0;                        // of the random numbers, with the seed and the position
   std::string adapter;                     // a name in the registry; empty = base model

@@ -34,6 +34,7 @@ uint32_t checksum_of(const char* data, size_t bytes) {
 struct TokenRecord {
   int32_t id;
   float logprob;
+  int32_t finish;
 };
 
 }  // namespace
@@ -96,9 +97,10 @@ bool RolloutLog::apply(Kind kind, size_t sample, const char* data, size_t bytes)
     std::memcpy(&t, data, sizeof t);
     s.tokens.push_back(t.id);
     s.logprob.push_back(t.logprob);
-  } else if (kind == Kind::turn_end && bytes == 1) {
-    s.turn_end.push_back(static_cast<int>(s.tokens.size()));
-    s.finish.push_back(static_cast<Finish>(data[0]));
+    if (static_cast<Finish>(t.finish) != Finish::none) {
+      s.turn_end.push_back(static_cast<int>(s.tokens.size()));
+      s.finish.push_back(static_cast<Finish>(t.finish));
+    }
   } else if (kind == Kind::reply && bytes % sizeof(int32_t) == 0) {
     for (size_t i = 0; i < bytes; i += sizeof(int32_t)) {
       int32_t id;
@@ -126,13 +128,9 @@ void RolloutLog::append(Kind kind, size_t sample, const void* data, size_t bytes
   if (kind != Kind::header) PLUMB_CHECK(apply(kind, sample, static_cast<const char*>(data), bytes));
 }
 
-void RolloutLog::add_token(size_t sample, int id, float logprob) {
-  const TokenRecord t{id, logprob};
+void RolloutLog::add_token(size_t sample, int id, float logprob, Finish finish) {
+  const TokenRecord t{id, logprob, static_cast<int32_t>(finish)};
   append(Kind::token, sample, &t, sizeof t);
-}
-void RolloutLog::end_turn(size_t sample, Finish finish) {
-  const char f = static_cast<char>(finish);
-  append(Kind::turn_end, sample, &f, 1);
 }
 void RolloutLog::add_reply(size_t sample, const std::vector<int>& tokens) {
   const std::vector<int32_t> ids(tokens.begin(), tokens.end());

@@ -35,15 +35,15 @@ class RolloutLog {
   const LoggedSample& operator[](size_t i) const { return samples_[i]; }
   bool resumed() const { return resumed_; }  // the file held something
 
-  void add_token(size_t sample, int id, float logprob);
-  void end_turn(size_t sample, Finish finish);
+  // finish: none, or why the answer ends with this token. One record, so that no kill comes in between.
+  void add_token(size_t sample, int id, float logprob, Finish finish);
   void add_reply(size_t sample, const std::vector<int>& tokens);
   void set_reward(size_t sample, const std::string& json);
   // Hands all that was added to the system: from here on the end of the process loses nothing.
   void flush();
 
  private:
-  enum class Kind : uint8_t { header, token, turn_end, reply, reward };
+  enum class Kind : uint8_t { header, token, reply, reward };
   void append(Kind kind, size_t sample, const void* data, size_t bytes);
   size_t read(const std::string& text, uint64_t fingerprint);
   bool apply(Kind kind, size_t sample, const char* data, size_t bytes);

@@ -61,9 +61,8 @@ class Sampling {
     PLUMB_CHECK(at != sample_of_.end());
     const size_t i = at->second;
     if (e.finish == Finish::error) fail("sampling", e.error);
-    log_.add_token(i, e.token.id, e.token.logprob);
+    log_.add_token(i, e.token.id, e.token.logprob, e.finish);
     if (e.finish == Finish::none) return;
-    log_.end_turn(i, e.finish);
     sample_of_.erase(at);
     go_on(i);
   }
