@@ -503,8 +503,8 @@ void HttpServer::run() {
     s.signals.async_wait([&](error_code error, int) {
       if (error) return;
       log_info("stopping: {} connections; once more: at once", connections());
+      wait_for_signal();  // first: without connections, stop() ends this wait, too
       s.stop();
-      wait_for_signal();
     });
   };
   if (s.options.signals) wait_for_signal();

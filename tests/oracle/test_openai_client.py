@@ -249,7 +249,7 @@ def test_a_cancelled_stream_frees_its_pages(server, client):
     ({"model": "other"}, openai.NotFoundError, "model", "use one of tiny"),
     ({"max_tokens": 10**6}, openai.BadRequestError, "max_tokens", "at most"),
     ({"messages": []}, openai.BadRequestError, "messages", "at least one"),
-    ({"messages": [{"role": "user", "content": "a"}] * 2000}, openai.BadRequestError, "messages", "4096"),
+    ({"messages": [{"role": "user", "content": "a b " * 2500}]}, openai.BadRequestError, "messages", "4096"),
     ({"messages": [{"role": "bard", "content": "a"}]}, openai.BadRequestError, "messages[0].role", "user"),
     ({"tool_choice": "required"}, openai.BadRequestError, "tool_choice", "tools"),
     ({"n": 1000}, openai.BadRequestError, "n", "1 to"),
