@@ -28,11 +28,15 @@ def server(tmp_path_factory):
 
 
 def load():
-    generation = GenerationConfig(max_examples=20, deterministic=True, no_shrink=True)
+    generation = GenerationConfig(max_examples=12, deterministic=True, no_shrink=True)
     # Unknown methods are few, and the same for all routes.
     coverage = CoveragePhaseConfig(unexpected_methods={"DELETE", "PATCH"})
     project = ProjectConfig(generation=generation, phases=PhasesConfig(coverage=coverage), headers={"Authorization": f"Bearer {KEY}"})
-    return schemathesis.openapi.from_path(FILE, config=SchemathesisConfig(projects=ProjectsConfig(default=project)))
+    file = json.loads(FILE.read_text())
+    # Nearly all names are those of no model, and the answer to such a request says nothing about its other fields.
+    for name in ("ChatRequest", "CompletionRequest", "ResponsesRequest", "MessagesRequest"):
+        file["components"]["schemas"][name]["properties"]["model"] = {"enum": ["tiny", None]}
+    return schemathesis.openapi.from_dict(file, config=SchemathesisConfig(projects=ProjectsConfig(default=project)))
 
 
 schema = load()
