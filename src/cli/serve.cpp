@@ -100,8 +100,8 @@ void serve_model(Arguments& a) {
   const std::string address = fmt::format("http://{}:{}", v6 ? "[" + o.http.host + "]" : o.http.host, server.port());
   if (o.service.keys.empty() && o.http.host != "127.0.0.1" && o.http.host != "::1")
     log_warning("{} is open to everybody who reaches it; --api-keys FILE asks for a key", address);
-  log_info("serving {} at {}", name, address);
   if (!a.port_file.empty()) write_text(a.port_file, std::to_string(server.port()) + "\n");
+  log_info("serving {} at {}", name, address);
   server.run();
   log_info("stopped");
 }

@@ -126,9 +126,14 @@ bool EngineThread::take_commands() {
     else if (const auto job = jobs_.find(c.job); job != jobs_.end())
       end_job(job, "abort", {});
   }
+  publish_stats();
+  const std::lock_guard lock(mutex_);
+  return !stop_;
+}
+
+void EngineThread::publish_stats() {
   const std::lock_guard lock(mutex_);
   stats_ = engine_->stats();
-  return !stop_;
 }
 
 void EngineThread::start(Command& c) {
@@ -150,7 +155,9 @@ void EngineThread::start(Command& c) {
 
 void EngineThread::step() {
   try {
-    for (Event& e : engine_->step()) deliver(std::move(e));
+    std::vector<Event> events = engine_->step();
+    publish_stats();
+    for (Event& e : events) deliver(std::move(e));
   } catch (const std::exception& e) {
     // What a request can cause comes as an event; this is worse. All requests end, and the next one finds an empty
     // engine.
@@ -170,12 +177,13 @@ void EngineThread::deliver(Event event) {
   if (!choice.begun) metrics_.prompt_read(choice.prompt);
   choice.begun = true;
   if (event.token.id >= 0) count_token(choice, job->second.asked);
-  const Finish finish = event.finish;
-  if (!job->second.mailbox->put({place->second.choice, std::move(event)}))
-    return end_job(job, "abort", ApiError{408, "", "the client reads its answer too slowly"});
-  if (finish == Finish::none) return;
-  end_choice(job, choice, finish == Finish::stop ? "stop" : "length");
-  if (job->second.open == 0) jobs_.erase(job);
+  // Before the client can know of it: who has its answer finds it counted, and room in the queue.
+  const int index = place->second.choice;
+  if (event.finish != Finish::none) end_choice(job, choice, event.finish == Finish::stop ? "stop" : "length");
+  if (!job->second.mailbox->put({index, std::move(event)}))
+    end_job(job, "abort", ApiError{408, "", "the client reads its answer too slowly"});
+  else if (job->second.open == 0)
+    jobs_.erase(job);
 }
 
 void EngineThread::count_token(Choice& choice, Clock::time_point asked) {

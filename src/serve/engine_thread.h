@@ -94,6 +94,7 @@ class EngineThread {
 
   void run();
   bool take_commands();  // false: stop
+  void publish_stats();
   void start(Command& command);
   void step();
   void deliver(Event event);

@@ -455,12 +455,13 @@ asio::awaitable<void> HttpServer::State::accept() {
 }
 
 void HttpServer::State::stop() {
-  if (stopping.exchange(true)) return close_sessions(true);
+  const bool again = stopping.exchange(true);
   error_code ignored;
   acceptor.close(ignored);
-  close_sessions(false);
+  close_sessions(again);
   const std::lock_guard lock(mutex);
   if (sessions.empty()) return void(signals.cancel());
+  if (again) return;
   grace.expires_after(options.grace);
   grace.async_wait([this](error_code error) {
     if (!error) close_sessions(true);
@@ -503,8 +504,8 @@ void HttpServer::run() {
     s.signals.async_wait([&](error_code error, int) {
       if (error) return;
       log_info("stopping: {} connections; once more: at once", connections());
-      wait_for_signal();  // first: without connections, stop() ends this wait, too
-      s.stop();
+      wait_for_signal();
+      s.stop();  // ends the wait once nobody is connected
     });
   };
   if (s.options.signals) wait_for_signal();

@@ -164,8 +164,10 @@ def test_a_thousand_streams_then_429(serve):
         busy = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(STREAMS)]
         for i, (_, writer) in enumerate(busy):
             writer.write(completion(i, stream=True, tokens=2000))
-        while sum(json.loads(await server.get("/health"))[k] for k in ("running", "waiting")) < STREAMS:
-            pass
+        while True:
+            health = json.loads(await server.get("/health"))
+            if health["running"] + health["waiting"] == STREAMS:
+                break
         for i in range(20):
             reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
             writer.write(completion(i, stream=i % 2 == 0))

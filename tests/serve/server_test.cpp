@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <filesystem>
 
 #include "checkpoint/adapter.h"
@@ -74,17 +75,21 @@ TEST(Server, ErrorBeforeTheStreamHasItsStatusAndField) {
 
 TEST(Server, ErrorWithinTheStreamIsAnEvent) {
   serve::ServerOptions o = Serving::default_options();
-  int steps = 0;
+  std::atomic<bool> broken = false;
   o.engine.edit_plan = [&](SequencePlan&) {
-    if (++steps == 3) throw std::runtime_error("planted");
+    if (broken.exchange(false)) throw std::runtime_error("planted");
   };
   Serving s(o);
-  const Reply r = s.ask("POST", "/plain", kStream);
-  EXPECT_EQ(r.status, 200);
-  const size_t at = r.body.find("data: {\"error\"");
-  ASSERT_NE(at, std::string::npos) << r.body;
-  EXPECT_EQ(json::parse(r.body.substr(at + 6))["error"]["type"], "server_error");
-  EXPECT_EQ(r.body.find("data: end"), std::string::npos);
+  Client c(s.port());
+  c.request("POST", "/plain", kEndless);
+  EXPECT_EQ(c.read_head().status, 200);
+  broken = true;
+  std::string body;
+  for (auto chunk = c.read_chunk(); chunk && !chunk->empty(); chunk = c.read_chunk()) body += *chunk;
+  const size_t at = body.find("data: {\"error\"");
+  ASSERT_NE(at, std::string::npos) << body;
+  EXPECT_EQ(json::parse(body.substr(at + 6))["error"]["type"], "server_error");
+  EXPECT_EQ(body.find("data: end"), std::string::npos);
   EXPECT_EQ(s.ask("POST", "/plain", kPlain).status, 200);
 }
 
