@@ -19,6 +19,7 @@ struct Choice {
   ParsedTurn turn;  // so far; calls have their ids
   std::vector<GeneratedToken> tokens;
   std::string finish, stop_string;
+  int cached_tokens = 0;
   std::vector<float> prompt_logprobs;
   std::vector<std::vector<TokenLogprob>> prompt_top;
   Tensor routed;
@@ -85,7 +86,11 @@ class Chat final : public Exchange {
     Choice& choice = choices_[index];
     if (!streams() && choice.tokens.empty()) take_begun(index);
     choice.tokens.push_back(event.token);
-    if (choice.tokens.size() == 1) choice.prompt_logprobs = event.prompt_logprobs, choice.prompt_top = event.prompt_top;
+    if (choice.tokens.size() == 1) {
+      choice.cached_tokens = event.cached_tokens;
+      choice.prompt_logprobs = event.prompt_logprobs;
+      choice.prompt_top = event.prompt_top;
+    }
     if (event.finish != Finish::none) choice.routed = event.routed, choice.stop_string = event.stop_string;
     std::vector<json> deltas = take(choice, choice.answer.token(event));
     if (!streams()) return "";
@@ -192,6 +197,7 @@ class Chat final : public Exchange {
   Usage usage() const {
     Usage usage;
     usage.prompt = static_cast<int64_t>(fields().request.prompt.size());
+    usage.cached = choices_[0].cached_tokens;  // the further ones find what the first has left
     for (const Choice& choice : choices_) {
       usage.answer += static_cast<int64_t>(choice.tokens.size());
       usage.reasoning += choice.answer.reasoning_tokens();

@@ -109,6 +109,7 @@ struct Choice {
   std::vector<float> prompt_logprobs;
   std::vector<std::vector<TokenLogprob>> prompt_top;
   bool started = false;
+  int cached_tokens = 0;
   Tensor routed;
 };
 
@@ -135,6 +136,7 @@ class Completions final : public Exchange {
     const bool first = !std::exchange(choice.started, true);
     std::string text;
     if (first) {
+      choice.cached_tokens = event.cached_tokens;
       choice.prompt_logprobs = event.prompt_logprobs;
       choice.prompt_top = event.prompt_top;
       if (request_.echo) text = take_prompt(choice);
@@ -268,6 +270,8 @@ class Completions final : public Exchange {
   Usage usage() const {
     Usage usage;
     for (const Request& r : request_.prompts) usage.prompt += static_cast<int64_t>(r.prompt.size());
+    // The further answers to a prompt find what the first has left.
+    for (size_t i = 0; i < choices_.size(); i += fields().choices) usage.cached += choices_[i].cached_tokens;
     for (const Choice& choice : choices_) usage.answer += static_cast<int64_t>(choice.tokens.size());
     return usage;
   }

@@ -39,7 +39,8 @@ std::string server_event(const json& data) { return "data: " + dump(data) + "\n\
 json usage_json(const Usage& usage, bool chat) {
   json out = {{"prompt_tokens", usage.prompt},
               {"completion_tokens", usage.answer},
-              {"total_tokens", usage.prompt + usage.answer}};
+              {"total_tokens", usage.prompt + usage.answer},
+              {"prompt_tokens_details", {{"cached_tokens", usage.cached}}}};
   if (chat) out["completion_tokens_details"] = {{"reasoning_tokens", usage.reasoning}};
   return out;
 }

@@ -18,7 +18,8 @@ inline constexpr std::string_view kLastEvent = "data: [DONE]\n\n";
 inline constexpr std::string_view kCommentEvent = ": still working\n\n";
 
 struct Usage {
-  int64_t prompt = 0, answer = 0, reasoning = 0;  // tokens; reasoning is part of the answer
+  int64_t prompt = 0, cached = 0;     // tokens; cached: of the prompt, found in the prefix cache
+  int64_t answer = 0, reasoning = 0;  // reasoning is part of the answer
 };
 nlohmann::json usage_json(const Usage& usage, bool chat);
 

@@ -10,7 +10,8 @@ namespace plumb::serve {
 namespace {
 
 using nlohmann::json;
-using testing::answer, testing::ids_of, testing::served_model, testing::stream, testing::whole;
+using openai_testing::answer, openai_testing::ids_of, openai_testing::served_model, openai_testing::stream,
+    openai_testing::whole;
 
 constexpr const char* kTools =
     R"("tools": [{"type": "function", "function": {"name": "weather", "parameters": {"z": 1.0, "a": 2}}},
@@ -61,13 +62,15 @@ TEST_F(OpenAiChat, AWholeAnswer) {
   // 13 tokens: L et Ġme Ġsee . </think> ĊĊ Hi Ġ and the three bytes of the euro sign, end of sentence.
   const auto exchange = make("");
   EXPECT_FALSE(exchange->streams());
-  const json got = without_ids(whole(*exchange, {answer(model_, "Let me see.</think>\n\nHi €<｜end▁of▁sentence｜>")}));
+  std::vector<Event> events = answer(model_, "Let me see.</think>\n\nHi €<｜end▁of▁sentence｜>");
+  events[0].cached_tokens = 4;
+  const json got = without_ids(whole(*exchange, {events}));
   const json expected = json::parse(R"({
     "object": "chat.completion", "model": "tiny",
     "choices": [{"index": 0, "finish_reason": "stop", "stop_reason": null, "logprobs": null,
       "message": {"role": "assistant", "content": "Hi €", "reasoning_content": "Let me see.", "refusal": null}}],
     "usage": {"prompt_tokens": 5, "completion_tokens": 13, "total_tokens": 18,
-      "completion_tokens_details": {"reasoning_tokens": 6}}})");
+      "prompt_tokens_details": {"cached_tokens": 4}, "completion_tokens_details": {"reasoning_tokens": 6}}})");
   EXPECT_EQ(got, expected) << got.dump(1);
 }
 
@@ -76,7 +79,7 @@ TEST_F(OpenAiChat, AStreamedAnswer) {
       make(R"("stream": true, "stream_options": {"include_usage": true}, "chat_template_kwargs": {"thinking": false})");
   EXPECT_TRUE(exchange->streams());
   EXPECT_EQ(exchange->keep_alive()[0], ':');  // a comment for clients
-  std::vector<json> got = testing::events_of(stream(*exchange, {answer(model_, "Hello there")}));
+  std::vector<json> got = openai_testing::events_of(stream(*exchange, {answer(model_, "Hello there")}));
   for (json& event : got) {
     event = without_ids(event);
     EXPECT_EQ(event["object"], "chat.completion.chunk");
@@ -314,7 +317,7 @@ TEST_F(OpenAiChat, StreamedPiecesJoinedAreTheWholeAnswer) {
   for (int round = 0; round < 300; ++round) {
     const size_t n = 1 + random() % 4;
     std::vector<std::vector<Event>> answers;
-    for (size_t i = 0; i < n; ++i) answers.push_back(answer(model_, testing::random_answer(model_, random)));
+    for (size_t i = 0; i < n; ++i) answers.push_back(answer(model_, openai_testing::random_answer(model_, random)));
     std::string fields = "\"n\": " + std::to_string(n) + ", " + kTools;
     if (random() % 2) fields += R"(, "thinking": {"type": "disabled"})";
     if (random() % 3 == 0) fields += R"(, "tool_choice": "required")";
@@ -322,7 +325,7 @@ TEST_F(OpenAiChat, StreamedPiecesJoinedAreTheWholeAnswer) {
     const json expected = whole(*make(fields), answers);
     const auto exchange = make(fields + R"(, "stream": true, "stream_options": {"include_usage": true})");
     json usage;
-    const std::vector<Joined> got = join(testing::events_of(stream(*exchange, answers, round)), n, usage);
+    const std::vector<Joined> got = join(openai_testing::events_of(stream(*exchange, answers, round)), n, usage);
     EXPECT_EQ(usage, expected["usage"]);
     for (size_t i = 0; i < n; ++i) {
       const json& choice = expected["choices"][i];

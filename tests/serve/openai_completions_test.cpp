@@ -9,7 +9,8 @@ namespace plumb::serve {
 namespace {
 
 using nlohmann::json;
-using testing::answer, testing::ids_of, testing::served_model, testing::stream, testing::whole;
+using openai_testing::answer, openai_testing::ids_of, openai_testing::served_model, openai_testing::stream,
+    openai_testing::whole;
 
 class OpenAiCompletions : public ::testing::Test {
  protected:
@@ -30,7 +31,7 @@ TEST_F(OpenAiCompletions, AWholeAnswer) {
   got.erase("created");
   EXPECT_EQ(got, json::parse(R"({"object": "text_completion", "model": "poet@3",
     "choices": [{"index": 0, "text": "Hello there", "logprobs": null, "finish_reason": "stop", "stop_reason": null}],
-    "usage": {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5}})"))
+    "usage": {"prompt_tokens": 2, "completion_tokens": 3, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 0}}})"))
       << got.dump(1);
 }
 
@@ -123,7 +124,7 @@ TEST_F(OpenAiCompletions, StreamedPiecesJoinedAreTheWholeAnswer) {
     const size_t prompts = 1 + random() % 2, n = 1 + random() % 3;
     std::vector<std::vector<Event>> answers;
     for (size_t i = 0; i < prompts * n; ++i) {
-      answers.push_back(answer(model_, testing::random_answer(model_, random)));
+      answers.push_back(answer(model_, openai_testing::random_answer(model_, random)));
       answers[i][0].prompt_logprobs = {-3};
     }
     std::string fields =
@@ -133,7 +134,7 @@ TEST_F(OpenAiCompletions, StreamedPiecesJoinedAreTheWholeAnswer) {
     if (random() % 2) fields += R"(, "return_token_ids": true)";
     const json expected = whole(*make(fields), answers);
     const auto exchange = make(fields + R"(, "stream": true, "stream_options": {"include_usage": true})");
-    const std::vector<json> events = testing::events_of(stream(*exchange, answers, round));
+    const std::vector<json> events = openai_testing::events_of(stream(*exchange, answers, round));
     EXPECT_EQ(events.back()["usage"], expected["usage"]);
     json got = json::array();
     for (size_t i = 0; i < prompts * n; ++i) got.push_back(nullptr);

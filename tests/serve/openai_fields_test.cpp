@@ -11,7 +11,7 @@ namespace plumb::serve {
 namespace {
 
 using nlohmann::json;
-using testing::served_model;
+using openai_testing::served_model;
 
 const ServedModel& model() {
   static const ServedModel m = served_model();

@@ -8,7 +8,7 @@
 
 #include "serve/exchange.h"
 
-namespace plumb::serve::testing {
+namespace plumb::serve::openai_testing {
 
 using nlohmann::json;
 
@@ -117,4 +117,4 @@ inline std::vector<int> random_answer(const ServedModel& m, std::mt19937_64& ran
   return ids;
 }
 
-}  // namespace plumb::serve::testing
+}  // namespace plumb::serve::openai_testing
