@@ -372,7 +372,8 @@ asio::awaitable<bool> Session::serve_one() {
     sent = co_await write_reply(reply);
   }
   co_await stop_watching();
-  co_return sent && keep_alive_ && !gone_;
+  const bool goes_on = sent && keep_alive_ && !gone_;
+  co_return goes_on;
 }
 
 asio::awaitable<void> Session::run() {
