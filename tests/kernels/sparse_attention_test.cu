@@ -10,6 +10,7 @@
 #include <random>
 #include <vector>
 
+#include "kernels/rotary/rotary.h"
 #include "kernels/sparse_attention/sparse_attention.h"
 
 namespace {
@@ -422,6 +423,28 @@ TEST(SparseAttention, ForwardBitsDoNotDependOnTileOrPadding) {
     EXPECT_EQ(0, std::memcmp(&o2[static_cast<size_t>(t) * 64 * kDim], &o[(static_cast<size_t>(t) * 128 + 64) * kDim],
                              64 * kDim * 2))
         << t;
+}
+
+// The fused rotation gives the bits of the kernel that rotates outputs in place.
+TEST(SparseAttention, RotatesOutputsBackSmall) {
+  for (const int heads : {64, 128}) {
+    const Problem p(near_lists(40, 16, 20, 90), heads, 90);
+    Forward f(p);
+    std::vector<int> positions(p.queries);
+    std::vector<float> frequencies(32);
+    for (int t = 0; t < p.queries; ++t) positions[t] = 31 * t;
+    for (int j = 0; j < 32; ++j) frequencies[j] = std::pow(10000.f, -j / 32.f);
+    Buffer<int> position(positions);
+    Buffer<float> frequency(frequencies);
+    Buffer<float2> table(static_cast<size_t>(p.queries) * 32);
+    check(rotary_table(position.data, frequency.data, p.queries, table.data, nullptr));
+    check(rotate_tails(f.o.data, table.data, p.queries, heads, kDim, true, nullptr));
+    const auto apart = f.o.host();
+    f.arguments.rotation = table.data;
+    f.o.poison();
+    f.run();
+    EXPECT_TRUE(same_bits(f.o.host(), apart)) << heads;
+  }
 }
 
 __global__ void other_work(float* data, int count) {

@@ -9,6 +9,8 @@ namespace compressor {
 namespace {
 
 constexpr int kThreads = 256;
+template <int kSlots>
+constexpr int kPoolThreads = kSlots == 8 ? 128 : 256;  // small blocks: registers hold five of them
 constexpr int kThreadSlots = 8;  // of a thread; ratio 128 shares an entry's slots among 16 threads
 
 struct Four {
@@ -45,10 +47,9 @@ __device__ __forceinline__ const float* ape_of(const CompressedPooling& p, int s
 }
 
 // Combines a value of each of kGroups threads (tid = group * quads + quad) in order of the groups; all get the result.
-template <int kGroups, class Combine>
-__device__ __forceinline__ void combine_groups(Four& x, float4 (*shared)[kThreads / kGroups], const Combine& combine) {
+template <int kGroups, int kQuads, class Combine>
+__device__ __forceinline__ void combine_groups(Four& x, float4 (&shared)[kGroups][kQuads], const Combine& combine) {
   if constexpr (kGroups > 1) {
-    constexpr int kQuads = kThreads / kGroups;
     const int group = threadIdx.x / kQuads, quad = threadIdx.x % kQuads;
     __syncthreads();  // the array is used several times
     shared[group][quad] = make_float4(x.v[0], x.v[1], x.v[2], x.v[3]);
@@ -65,9 +66,9 @@ __device__ __forceinline__ void combine_groups(Four& x, float4 (*shared)[kThread
 }
 
 template <int kSlots>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kPoolThreads<kSlots>)
     pool_kernel(const __grid_constant__ CompressedPooling p, uint2* entries, float* total, float* value) {
-  constexpr int kGroups = kSlots / kThreadSlots, kQuads = kThreads / kGroups;
+  constexpr int kGroups = kSlots / kThreadSlots, kQuads = kPoolThreads<kSlots> / kGroups;
   __shared__ float4 shared[kGroups][kQuads];
   const int group = threadIdx.x / kQuads, quads = p.width / 4;
   const int item = blockIdx.x * kQuads + threadIdx.x % kQuads;  // (entry, four channels)
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int c = 0; c < 4; ++c) score[i].v[c] += bias.v[c], top.v[c] = fmaxf(top.v[c], score[i].v[c]);
   }
-  combine_groups<kGroups>(top, shared, [](float a, float b) { return fmaxf(a, b); });
+  combine_groups(top, shared, [](float a, float b) { return fmaxf(a, b); });
   Four sum{}, pooled{};
 #pragma unroll
   for (int i = 0; i < kThreadSlots; ++i)
@@ -100,8 +101,8 @@ __global__ void __launch_bounds__(kThreads)
       sum.v[c] += weight, pooled.v[c] = fmaf(weight, v[i].v[c], pooled.v[c]);
     }
   const auto add = [](float a, float b) { return a + b; };
-  combine_groups<kGroups>(sum, shared, add);
-  combine_groups<kGroups>(pooled, shared, add);
+  combine_groups(sum, shared, add);
+  combine_groups(pooled, shared, add);
   if (!exists || group != 0) return;
 #pragma unroll
   for (int c = 0; c < 4; ++c) pooled.v[c] /= sum.v[c], sum.v[c] = top.v[c] + logf(sum.v[c]);
@@ -221,12 +222,13 @@ cudaError_t pool_entries(const CompressedPooling& p, void* entries, float* total
   using namespace compressor;
   if (wrong(p) || !total != !value) return cudaErrorInvalidValue;
   if (p.entries == 0) return cudaSuccess;
-  const int items = p.entries * (p.width / 4), quads = kThreads * kThreadSlots / p.slots;
+  const int items = p.entries * (p.width / 4), threads = p.slots == 8 ? kPoolThreads<8> : kPoolThreads<128>;
+  const int quads = threads * kThreadSlots / p.slots;
   auto* to = static_cast<uint2*>(entries);
   if (p.slots == 8)
-    pool_kernel<8><<<blocks_for(items, quads), kThreads, 0, stream>>>(p, to, total, value);
+    pool_kernel<8><<<blocks_for(items, quads), threads, 0, stream>>>(p, to, total, value);
   else
-    pool_kernel<128><<<blocks_for(items, quads), kThreads, 0, stream>>>(p, to, total, value);
+    pool_kernel<128><<<blocks_for(items, quads), threads, 0, stream>>>(p, to, total, value);
   return cudaGetLastError();
 }
 

@@ -11,6 +11,13 @@ struct Matrix {
   float c[4][4];  // (source, destination)
 };
 
+// To one unit in the last place. The iteration contracts errors, so they do not add up.
+__device__ __forceinline__ float reciprocal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return r;
+}
+
 // Divides the columns (kRows = false) or rows by their sums + eps; sum keeps the divisors.
 template <bool kRows>
 __device__ __forceinline__ void normalise(Matrix& m, float eps, float (&sum)[4]) {
@@ -19,7 +26,7 @@ __device__ __forceinline__ void normalise(Matrix& m, float eps, float (&sum)[4])
     sum[i] = eps;
 #pragma unroll
     for (int j = 0; j < 4; ++j) sum[i] += kRows ? m.c[i][j] : m.c[j][i];
-    const float inverse = 1.0f / sum[i];
+    const float inverse = reciprocal(sum[i]);
 #pragma unroll
     for (int j = 0; j < 4; ++j) (kRows ? m.c[i][j] : m.c[j][i]) *= inverse;
   }
@@ -33,7 +40,7 @@ __device__ __forceinline__ void normalise_backward(Matrix& y, Matrix& d, const f
     float along = 0;
 #pragma unroll
     for (int j = 0; j < 4; ++j) along += (kRows ? d.c[i][j] : d.c[j][i]) * (kRows ? y.c[i][j] : y.c[j][i]);
-    const float inverse = 1.0f / sum[i];
+    const float inverse = reciprocal(sum[i]);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       float &slope = kRows ? d.c[i][j] : d.c[j][i], &value = kRows ? y.c[i][j] : y.c[j][i];

@@ -8,7 +8,7 @@ namespace plumb::kernels {
 namespace hyper {
 namespace {
 
-constexpr int kFinishTokens = 32, kFinishThreads = 128;
+constexpr int kFinishTokens = 32, kFinishThreads = 256;
 
 struct FinishArguments {
   const float* partial;  // [slices][kSums][padded]

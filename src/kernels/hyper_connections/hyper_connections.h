@@ -75,8 +75,8 @@ struct HyperPreBackward {
   HyperMapping mapping;
   const float* norm_weight;  // [width]
   float rms_eps;
-  float* d_coefficients;  // [rows, 24]: 4 to 23 from hyper_post_backward (head: set to 0); 0 to 3 written
-  void* d_streams;        // bf16 [rows, 4, width], written; may be d_next
+  float* d_coefficients;           // [rows, 24]: 4 to 23 from hyper_post_backward (head: set to 0); 0 to 3 written
+  void* d_streams;                 // bf16 [rows, 4, width], written; may be d_next
   float *d_fn, *d_base, *d_scale;  // FP32, += ; all null: the mapping is frozen
   void* workspace;                 // hyper_pre_backward_workspace() bytes, aligned to 256
   int rows, width;

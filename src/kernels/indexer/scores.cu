@@ -28,7 +28,7 @@ struct Shared {
   static constexpr int kCopies = kQueries == 4 ? 2 : 1;  // one each, or one query for both
   alignas(1024) uint8_t q[kCopies][2][kHalfBytes];       // [warpgroup][half of the channels]
   uint8_t keys[kStages][kKeyBytes];
-  alignas(8) uint64_t q_full, keys_full[kStages], keys_empty[kStages];
+  alignas(8) uint64_t q_full[kCopies], keys_full[kStages], keys_empty[kStages];
 };
 
 struct Arguments {
@@ -66,7 +66,7 @@ __device__ __forceinline__ void consume(Shared<kQueries>& s, const Arguments& p,
       w[j][2 * i] = pair.x, w[j][2 * i + 1] = pair.y;
     }
   const uint32_t q = shared_address(s.q[kQueries == 4 ? warpgroup : 0]);
-  barrier_wait(&s.q_full, 0);
+  barrier_wait(&s.q_full[kQueries == 4 ? warpgroup : 0], 0);
   const int query = first_query + (kQueries == 4 ? quad : 0);  // whose scores this lane writes
   float* out = p.scores + static_cast<size_t>(query - p.first_group * kGroupRows) * p.columns + warp * 16 + lane / 4;
   const bool writes = query < p.rows && (kQueries == 4 || quad == 0);
@@ -76,6 +76,8 @@ __device__ __forceinline__ void consume(Shared<kQueries>& s, const Arguments& p,
     barrier_wait(&s.keys_full[stage], ring_parity<kStages>(n));
     float d[kQueries * 32];
     const uint32_t keys = shared_address(s.keys[stage]);
+    // In turns: while one warpgroup's products run, the other reduces; left alone both would do the same at a time.
+    if (kQueries == 4 && (warpgroup == 1 || n > 0)) group_barrier(1 + warpgroup, 256);
     product_fence();
 #pragma unroll
     for (int step = 0; step < kIndexDim / 16; ++step) {
@@ -85,6 +87,7 @@ __device__ __forceinline__ void consume(Shared<kQueries>& s, const Arguments& p,
           tile_descriptor(q + step / 4 * Shared<kQueries>::kHalfBytes + inside), step > 0);
     }
     product_commit();
+    if (kQueries == 4 && (warpgroup == 0 || n + 1 < tiles)) group_arrive(2 - warpgroup, 256);
     product_wait<0>();
     pin(d);
     barrier_arrive_if(lane == 0, shared_address(&s.keys_empty[stage]));
@@ -135,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int tiles = (group_tiles - first_tile + static_cast<int>(gridDim.y) - 1) / static_cast<int>(gridDim.y);
   if (!selects || first_tile >= group_tiles) return;
   if (threadIdx.x == 0) {
-    barrier_init(&s.q_full, 1);
+    for (int i = 0; i < S::kCopies; ++i) barrier_init(&s.q_full[i], 1);
     for (int i = 0; i < kStages; ++i) {
       barrier_init(&s.keys_full[i], 1);
       barrier_init(&s.keys_empty[i], kQueries == 4 ? 8 : 4);  // warps
@@ -146,13 +149,14 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x < 128) {
     give_registers<24>();
     if (threadIdx.x != 0) return;
-    const uint32_t q_full = shared_address(&s.q_full);
-    barrier_arrive_expect(q_full, sizeof(s.q));
-    for (int copy = 0; copy < S::kCopies; ++copy)
+    const auto load_queries = [&](int copy) {
+      const uint32_t full = shared_address(&s.q_full[copy]);
+      barrier_arrive_expect(full, sizeof(s.q[copy]));
       for (int half = 0; half < 2; ++half)
         copy_tensor_2d(shared_address(s.q[copy][half]), &queries, half * kHalfColumns,
-                       (group * kGroupRows + copy * kQueries) * kIndexHeads, q_full);
-    for (int n = 0; n < tiles; ++n) {
+                       (group * kGroupRows + copy * kQueries) * kIndexHeads, full);
+    };
+    const auto load_keys = [&](int n) {
       const int stage = ring_slot<kStages>(n);
       const int entry = __ldg(p.groups.tile_first + group_first + first_tile + n * static_cast<int>(gridDim.y));
       barrier_wait(&s.keys_empty[stage], ring_parity<kStages>(n) ^ 1);
@@ -160,7 +164,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_arrive_expect(full, kKeyBytes);
       for (int half = 0; half < 2; ++half)
         copy_tensor_2d(shared_address(s.keys[stage]) + half * kKeyHalfBytes, &keys, half * kHalfColumns, entry, full);
-    }
+    };
+    load_keys(0);
+    for (int copy = 0; copy < S::kCopies; ++copy) load_queries(copy);
+    for (int n = 1; n < tiles; ++n) load_keys(n);
   } else {
     take_registers<240>();
     consume<kQueries>(s, p, group, first_tile, tiles);

@@ -8,8 +8,8 @@ namespace plumb::kernels {
 namespace indexer {
 namespace {
 
-constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kBins = 2048, kBinsPerThread = kBins / kThreads;
+constexpr int kBins = 2048;
+constexpr int kFewRows = 128;          // that do not fill the GPU: a block of four times as many threads each
 constexpr int kSharedColumns = 32768;  // rows with more columns are read from memory in every pass
 
 struct Arguments {
@@ -27,7 +27,9 @@ __device__ __forceinline__ uint32_t key_of(float score) {
   return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
 }
 
+template <int kThreads>
 struct Shared {
+  static constexpr int kWarps = kThreads / 32;
   int bins[kBins];
   int warp_sum[kWarps];
   int warp_equal[kWarps];
@@ -35,7 +37,9 @@ struct Shared {
 };
 
 // Finds the bin in which the `wanted`-th largest lies. All threads get its number; `wanted` becomes its rank inside.
-__device__ __forceinline__ int find_bin(Shared& s, int& wanted) {
+template <int kThreads>
+__device__ __forceinline__ int find_bin(Shared<kThreads>& s, int& wanted) {
+  constexpr int kBinsPerThread = kBins / kThreads;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   int own = 0;  // of this thread's bins, numbered from the top
 #pragma unroll
@@ -65,10 +69,11 @@ __device__ __forceinline__ int find_bin(Shared& s, int& wanted) {
   return s.digit;
 }
 
-template <bool kInShared>
+template <int kThreads, bool kInShared>
 __global__ void __launch_bounds__(kThreads) select_kernel(const __grid_constant__ Arguments p) {
   extern __shared__ uint32_t kept[];  // keys, with kInShared
-  __shared__ Shared s;
+  __shared__ Shared<kThreads> s;
+  constexpr int kWarps = kThreads / 32;
   const int row = p.first_row + blockIdx.x, group = row / p.group_rows, member = row % p.group_rows;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_tile = __ldg(p.groups.tile_begin + group);
@@ -142,15 +147,17 @@ cudaError_t launch_select(const IndexSelection& s, int first_group, int last_gro
   const int rows = std::min(s.groups->rows, last_group * group_rows) - first_row;
   const Arguments a{scores, s.device, s.out_begin, s.out, first_row, group_rows, columns, s.topk, s.out_offset};
   if (columns > kSharedColumns) {
-    select_kernel<false><<<rows, kThreads, 0, stream>>>(a);
-  } else {
-    const int bytes = columns * 4;
-    const cudaError_t error =
-        cudaFuncSetAttribute(select_kernel<true>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (error != cudaSuccess) return error;
-    select_kernel<true><<<rows, kThreads, bytes, stream>>>(a);
+    select_kernel<1024, false><<<rows, 1024, 0, stream>>>(a);
+    return cudaGetLastError();
   }
-  return cudaGetLastError();
+  const auto launch = [&](auto* kernel, int threads) {
+    const int bytes = columns * 4;
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    if (error != cudaSuccess) return error;
+    kernel<<<rows, threads, bytes, stream>>>(a);
+    return cudaGetLastError();
+  };
+  return rows <= kFewRows ? launch(select_kernel<1024, true>, 1024) : launch(select_kernel<256, true>, 256);
 }
 
 // The union of some rows' ranges.

@@ -1,4 +1,6 @@
-// Bound by memory: each kernel reads its rows once and keeps them in registers between the sum and its use.
+// Bound by memory: each kernel reads its rows once and keeps them in registers between the sum and its use. A row of up
+// to 1,024 channels belongs to a warp, a longer one to a block; in both a thread has eight neighbouring channels at a
+// time.
 #include "kernels/norm/norm.h"
 
 #include "kernels/hopper/vectors.cuh"
@@ -8,80 +10,109 @@ namespace norm {
 namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
-constexpr int kChunk = 32;  // rows whose d_weight one block sums up
+constexpr int kNarrow = 1024;  // widest row of a warp
+constexpr int kChunk = 64;     // rows whose d_weight one block sums up
 
-// One block a row; a thread has kVectors times eight channels, 2,048 apart.
-template <int kVectors>
-__global__ void __launch_bounds__(kThreads) norm_kernel(const __grid_constant__ RmsNorm p) {
-  __shared__ float partial[kWarps];
-  const size_t row = blockIdx.x;
-  const auto* x = static_cast<const uint8_t*>(p.x) + row * p.width * 2;
-  float v[kVectors][8], square[1] = {0};
+// The threads of a row, and sums over them.
+template <bool kNarrowRow>
+struct Team {
+  static constexpr int kSize = kNarrowRow ? 32 : kThreads;
+  static constexpr int kRows = kNarrowRow ? kWarps : 1;  // rows of a block at a time
+  static __device__ int thread() { return threadIdx.x % kSize; }
+  static __device__ int row() { return threadIdx.x / kSize; }
+  // shared: alternates between two calls in a row.
+  template <int kCount>
+  static __device__ __forceinline__ void sums(float (&v)[kCount], float (*shared)[kCount]) {
+    if constexpr (kNarrowRow) {
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    const int channel = (i * kThreads + threadIdx.x) * 8;
-    if (channel < p.width) unpack(__ldcs(reinterpret_cast<const uint4*>(x + channel * 2)), v[i]);
+      for (int i = 0; i < kCount; ++i) v[i] = warp_sum(v[i]);
+    } else {
+      warp_sums(v, shared[threadIdx.x / 32]);
+      __syncthreads();
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) v[i] = block_sum<kWarps>(&shared[0][0], kCount, i);
+    }
   }
+};
+
+// A thread has kVectors times eight channels.
+template <int kVectors, bool kNarrowRow>
+__global__ void __launch_bounds__(kThreads) norm_kernel(const __grid_constant__ RmsNorm p) {
+  using T = Team<kNarrowRow>;
+  __shared__ float shared[kWarps][1];
+  const int row = blockIdx.x * T::kRows + T::row();
+  if (row >= p.rows) return;
+  const auto* x = static_cast<const uint8_t*>(p.x) + static_cast<size_t>(row) * p.width * 2;
+  const auto channel_of = [](int i) { return (i * T::kSize + T::thread()) * 8; };
+  uint4 in[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i)
-    if ((i * kThreads + threadIdx.x) * 8 < p.width)
-#pragma unroll
-      for (int k = 0; k < 8; ++k) square[0] = fmaf(v[i][k], v[i][k], square[0]);
-  warp_sums(square, &partial[threadIdx.x / 32]);
-  __syncthreads();
-  const float rho = inverse_rms(block_sum<kWarps>(partial, 1, 0), p.width, p.eps);
+    if (channel_of(i) < p.width) in[i] = __ldcs(reinterpret_cast<const uint4*>(x + channel_of(i) * 2));
+  float square[1] = {0};
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
-    const int channel = (i * kThreads + threadIdx.x) * 8;
+    if (channel_of(i) >= p.width) break;
+    float v[8];
+    unpack(in[i], v);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) square[0] = fmaf(v[k], v[k], square[0]);
+  }
+  T::sums(square, shared);
+  const float rho = inverse_rms(square[0], p.width, p.eps);
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const int channel = channel_of(i);
     if (channel >= p.width) break;  // whole warps: width is a multiple of 256
-    float w[8];
+    float v[8], w[8];
+    unpack(in[i], v);
     load_eight(p.weight + channel, w);
 #pragma unroll
-    for (int k = 0; k < 8; ++k) w[k] *= v[i][k] * rho;
+    for (int k = 0; k < 8; ++k) w[k] *= v[k] * rho;
     const uint4 y = pack(w);
-    *reinterpret_cast<uint4*>(static_cast<uint8_t*>(p.y) + (row * p.width + channel) * 2) = y;
-    if (p.values) store_fp8_block(y, channel, p.values + row * p.width, p.scales + row * fp8_scale_stride(p.width));
+    const size_t at = static_cast<size_t>(row) * p.width;
+    *reinterpret_cast<uint4*>(static_cast<uint8_t*>(p.y) + (at + channel) * 2) = y;
+    if (p.values)
+      store_fp8_block(y, channel, p.values + at, p.scales + static_cast<size_t>(row) * fp8_scale_stride(p.width));
   }
 }
 
-// One block a chunk of rows, in order. With g = weight d_y: d_x = rho (g - x rho^2 mean(g x)); d_weight = d_y x rho.
-template <int kVectors, bool kWeight>
+// With g = weight d_y: d_x = rho (g - x rho^2 mean(g x)); d_weight = d_y x rho. With kWeight a block takes a chunk of
+// rows, each team every kRows-th in order.
+template <int kVectors, bool kNarrowRow, bool kWeight>
 __global__ void __launch_bounds__(kThreads) norm_backward_kernel(const __grid_constant__ RmsNormBackward p) {
-  __shared__ float partial[2][kWarps][2];  // by parity of the row
+  using T = Team<kNarrowRow>;
+  __shared__ float shared[2][kWarps][2];  // by parity of the row
+  const auto channel_of = [](int i) { return (i * T::kSize + T::thread()) * 8; };
   float d_weight[kVectors][8] = {};
-  const int first = blockIdx.x * (kWeight ? kChunk : 1), last = min(p.rows, first + (kWeight ? kChunk : 1));
-  for (int row = first; row < last; ++row) {
+  const int rows = kWeight ? kChunk : T::kRows, first = blockIdx.x * rows, last = min(p.rows, first + rows);
+  for (int row = first + T::row(), parity = 0; row < last; row += T::kRows, parity ^= 1) {
     uint4 xs[kVectors], ds[kVectors];
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const int channel = (i * kThreads + threadIdx.x) * 8;
-      const size_t at = (static_cast<size_t>(row) * p.width + channel) * 2;
-      if (channel >= p.width) break;
+      const size_t at = (static_cast<size_t>(row) * p.width + channel_of(i)) * 2;
+      if (channel_of(i) >= p.width) break;
       xs[i] = *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.x) + at);
       ds[i] = *reinterpret_cast<const uint4*>(static_cast<const uint8_t*>(p.d_y) + at);
     }
     float sums[2] = {0, 0};  // x x, g x
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const int channel = (i * kThreads + threadIdx.x) * 8;
-      if (channel >= p.width) break;
+      if (channel_of(i) >= p.width) break;
       float x[8], d[8], w[8];
       unpack(xs[i], x), unpack(ds[i], d);
-      load_eight(p.weight + channel, w);
+      load_eight(p.weight + channel_of(i), w);
 #pragma unroll
       for (int k = 0; k < 8; ++k) {
         sums[0] = fmaf(x[k], x[k], sums[0]);
         sums[1] = fmaf(w[k] * d[k], x[k], sums[1]);
       }
     }
-    float(&shared)[kWarps][2] = partial[row & 1];
-    warp_sums(sums, shared[threadIdx.x / 32]);
-    __syncthreads();
-    const float rho = inverse_rms(block_sum<kWarps>(&shared[0][0], 2, 0), p.width, p.eps);
-    const float slope = block_sum<kWarps>(&shared[0][0], 2, 1) * rho * rho / static_cast<float>(p.width);
+    T::sums(sums, shared[parity]);
+    const float rho = inverse_rms(sums[0], p.width, p.eps);
+    const float slope = sums[1] * rho * rho / static_cast<float>(p.width);
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const int channel = (i * kThreads + threadIdx.x) * 8;
+      const int channel = channel_of(i);
       if (channel >= p.width) break;
       float x[8], d[8], w[8];
       unpack(xs[i], x), unpack(ds[i], d);
@@ -98,14 +129,28 @@ __global__ void __launch_bounds__(kThreads) norm_backward_kernel(const __grid_co
   }
   if constexpr (kWeight) {
     float* out = static_cast<float*>(p.workspace) + static_cast<size_t>(blockIdx.x) * p.width;
+    if constexpr (kNarrowRow) {  // the teams' sums, in order
+      __shared__ float team[kWarps][kNarrow];
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const int channel = (i * kThreads + threadIdx.x) * 8;
-      if (channel >= p.width) break;
+      for (int i = 0; i < kVectors; ++i)
 #pragma unroll
-      for (int k = 0; k < 8; k += 4)
-        *reinterpret_cast<float4*>(out + channel + k) =
-            make_float4(d_weight[i][k], d_weight[i][k + 1], d_weight[i][k + 2], d_weight[i][k + 3]);
+        for (int k = 0; k < 8; ++k) team[T::row()][channel_of(i) + k] = d_weight[i][k];
+      __syncthreads();
+      for (int channel = threadIdx.x; channel < p.width; channel += kThreads) {
+        float sum = team[0][channel];
+#pragma unroll
+        for (int t = 1; t < kWarps; ++t) sum += team[t][channel];
+        out[channel] = sum;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        if (channel_of(i) >= p.width) break;
+#pragma unroll
+        for (int k = 0; k < 8; k += 4)
+          *reinterpret_cast<float4*>(out + channel_of(i) + k) =
+              make_float4(d_weight[i][k], d_weight[i][k + 1], d_weight[i][k + 2], d_weight[i][k + 3]);
+      }
     }
   }
 }
@@ -121,16 +166,28 @@ __global__ void __launch_bounds__(64) add_chunks_kernel(const float* partial, in
 
 bool wrong_shape(int rows, int width) { return rows < 0 || width <= 0 || width % 256 != 0 || width > 8192; }
 
-template <int kVectors>
+int blocks_for(int rows, int block_rows) { return (rows + block_rows - 1) / block_rows; }
+
+template <int kVectors, bool kNarrowRow>
 void launch_backward(const RmsNormBackward& p, cudaStream_t stream) {
   if (p.d_weight == nullptr) {
-    norm_backward_kernel<kVectors, false><<<p.rows, kThreads, 0, stream>>>(p);
+    const int blocks = blocks_for(p.rows, Team<kNarrowRow>::kRows);
+    norm_backward_kernel<kVectors, kNarrowRow, false><<<blocks, kThreads, 0, stream>>>(p);
     return;
   }
-  const int chunks = (p.rows + kChunk - 1) / kChunk;
-  norm_backward_kernel<kVectors, true><<<chunks, kThreads, 0, stream>>>(p);
+  const int chunks = blocks_for(p.rows, kChunk);
+  norm_backward_kernel<kVectors, kNarrowRow, true><<<chunks, kThreads, 0, stream>>>(p);
   add_chunks_kernel<<<p.width / 64, 64, 0, stream>>>(static_cast<const float*>(p.workspace), chunks, p.width,
                                                      p.d_weight);
+}
+
+// Calls f.template operator()<vectors of a thread, narrow row>().
+template <class F>
+void dispatch(int width, const F& f) {
+  if (width <= kNarrow) return f.template operator()<4, true>();
+  if (width <= 2048) return f.template operator()<1, false>();
+  if (width <= 4096) return f.template operator()<2, false>();
+  f.template operator()<4, false>();
 }
 
 }  // namespace
@@ -140,16 +197,9 @@ cudaError_t rms_norm(const RmsNorm& p, cudaStream_t stream) {
   using namespace norm;
   if (wrong_shape(p.rows, p.width) || (p.values != nullptr) != (p.scales != nullptr)) return cudaErrorInvalidValue;
   if (p.rows == 0) return cudaSuccess;
-  switch ((p.width + 2047) / 2048) {
-    case 1:
-      norm_kernel<1><<<p.rows, kThreads, 0, stream>>>(p);
-      break;
-    case 2:
-      norm_kernel<2><<<p.rows, kThreads, 0, stream>>>(p);
-      break;
-    default:
-      norm_kernel<4><<<p.rows, kThreads, 0, stream>>>(p);
-  }
+  dispatch(p.width, [&]<int kVectors, bool kNarrowRow>() {
+    norm_kernel<kVectors, kNarrowRow><<<blocks_for(p.rows, Team<kNarrowRow>::kRows), kThreads, 0, stream>>>(p);
+  });
   return cudaGetLastError();
 }
 
@@ -161,16 +211,7 @@ cudaError_t rms_norm_backward(const RmsNormBackward& p, cudaStream_t stream) {
   using namespace norm;
   if (wrong_shape(p.rows, p.width) || (p.d_x == nullptr && p.d_weight == nullptr)) return cudaErrorInvalidValue;
   if (p.rows == 0) return cudaSuccess;
-  switch ((p.width + 2047) / 2048) {
-    case 1:
-      launch_backward<1>(p, stream);
-      break;
-    case 2:
-      launch_backward<2>(p, stream);
-      break;
-    default:
-      launch_backward<4>(p, stream);
-  }
+  dispatch(p.width, [&]<int kVectors, bool kNarrowRow>() { launch_backward<kVectors, kNarrowRow>(p, stream); });
   return cudaGetLastError();
 }
 

@@ -11,11 +11,11 @@ namespace {
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kPairs = kRotaryChannels / 2;
 
-template <int kWidth>
+// kTogether: vectors that a group of lanes has in flight; 1 where there are too few to fill the GPU.
+template <int kWidth, int kTogether>
 struct Layout {
   static constexpr int kLanes = kWidth == 512 ? 32 : 16;  // of a vector
   static constexpr int kPieces = kWidth / 8 / kLanes;     // of eight channels; piece i of lane l: 8 (i kLanes + l)
-  static constexpr int kTogether = 4;                     // vectors a group of lanes has in flight
   static constexpr int kGroups = kThreads / kLanes;       // of a block
   static constexpr int kBlockVectors = kGroups * kTogether;
 };
@@ -55,12 +55,9 @@ __device__ __forceinline__ void hadamard_128(float (&v)[8]) {
       }
 #pragma unroll
   for (int step = 1; step < 16; step *= 2) {
-    const bool second = threadIdx.x & step;
+    const float sign = threadIdx.x & step ? -1.f : 1.f;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float other = __shfl_xor_sync(~0u, v[i], step);
-      v[i] = second ? other - v[i] : v[i] + other;
-    }
+    for (int i = 0; i < 8; ++i) v[i] = fmaf(v[i], sign, __shfl_xor_sync(~0u, v[i], step));  // other +- own
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i) v[i] *= 0.08838834764831845f;
@@ -82,33 +79,28 @@ __device__ __forceinline__ float power_above(float x) {
   return __uint_as_float((__float_as_uint(x) + 0x007fffffu) & 0x7f800000u);
 }
 
-// The nearest value that kBits bits behind the leading one can hold, of magnitudes up to `limit`; smallest binade
-// 2^lowest.
+// Replaces the channels by the nearest values that the format can hold of them: kBits bits behind the leading one,
+// magnitudes up to `limit`, smallest binade `lowest`, all times `scale`. A block whose largest magnitude `top` is
+// infinite becomes NaN.
 template <int kBits>
-__device__ __forceinline__ float round_to_grid(float x, float limit, float lowest) {
-  const float magnitude = fminf(fabsf(x), limit);
-  // 1.5 * 2^23 grid steps: adding them leaves no bits below the step, rounded to nearest even by the addition itself.
-  const uint32_t binade = __float_as_uint(fmaxf(magnitude, lowest)) & 0x7f800000u;
-  const float steps = __uint_as_float((binade + ((23 - kBits) << 23)) | 0x00400000u);
-  return copysignf(__fsub_rn(__fadd_rn(magnitude, steps), steps), x);
-}
-// Replaces the channels by what the format holds of them; a block with an infinity or a NaN becomes NaN.
-template <int kBits, int kLanes>
 __device__ __forceinline__ void quantise(float (&v)[8], float scale, float limit, float lowest, float top) {
-  const float inverse = top < INFINITY ? 1.0f / scale : NAN;
+  const float inverse = inverse_of_power(scale), back = top < INFINITY ? scale : NAN;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float x = v[i] * inverse;
-    v[i] = x == x ? round_to_grid<kBits>(x, limit, lowest) * scale : NAN;
+    const float magnitude = fminf(fabsf(v[i] * inverse), limit);
+    // 1.5 * 2^23 grid steps: adding them leaves no bits below the step, rounded to nearest even by the addition itself.
+    const uint32_t binade = __float_as_uint(fmaxf(magnitude, lowest)) & 0x7f800000u;
+    const float steps = __uint_as_float(binade + (((23 - kBits) << 23) | 0x00400000));
+    v[i] = copysignf(__fsub_rn(__fadd_rn(magnitude, steps), steps), v[i]) * back;
   }
 }
 __device__ __forceinline__ void store_as_fp8(float (&v)[8]) {  // eight lanes: 64 channels
   const float top = largest<8>(v);
-  quantise<3, 8>(v, power_above(__fmul_rn(fmaxf(top, 1e-4f), 1.0f / 448.0f)), 448.0f, 0x1p-6f, top);
+  quantise<3>(v, power_above(__fmul_rn(fmaxf(top, 1e-4f), 1.0f / 448.0f)), 448.0f, 0x1p-6f, top);
 }
 __device__ __forceinline__ void store_as_fp4(float (&v)[8]) {  // four lanes: 32 channels
   const float top = largest<4>(v);
-  quantise<1, 4>(v, power_above(__fmul_rn(fmaxf(top, 6 * 0x1p-126f), 1.0f / 6.0f)), 6.0f, 1.0f, top);
+  quantise<1>(v, power_above(__fmul_rn(fmaxf(top, 6 * 0x1p-126f), 1.0f / 6.0f)), 6.0f, 1.0f, top);
 }
 __device__ __forceinline__ void round_eight(float (&v)[8]) { unpack(pack(v), v); }
 
@@ -123,15 +115,15 @@ __global__ void __launch_bounds__(kThreads)
   table[i] = make_float2(static_cast<float>(cosine), static_cast<float>(sine));
 }
 
-template <int kWidth, VectorNorm kNorm, VectorStorage kStorage>
+template <int kWidth, VectorNorm kNorm, VectorStorage kStorage, int kTogether>
 __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant__ FinishVectors p) {
-  using L = Layout<kWidth>;
+  using L = Layout<kWidth, kTogether>;
   const int group = threadIdx.x / L::kLanes, lane = threadIdx.x % L::kLanes;
   const int64_t count = static_cast<int64_t>(p.rows) * p.vectors;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * L::kBlockVectors + group;
-  uint4 in[L::kTogether][L::kPieces];
+  uint4 in[kTogether][L::kPieces];
 #pragma unroll
-  for (int t = 0; t < L::kTogether; ++t) {
+  for (int t = 0; t < kTogether; ++t) {
     const int64_t vector = first + t * L::kGroups;
     if (vector < count)
 #pragma unroll
@@ -139,7 +131,7 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
         in[t][i] = __ldcs(static_cast<const uint4*>(p.x) + vector * (kWidth / 8) + i * L::kLanes + lane);
   }
 #pragma unroll
-  for (int t = 0; t < L::kTogether; ++t) {
+  for (int t = 0; t < kTogether; ++t) {
     const int64_t vector = first + t * L::kGroups;
     if (__all_sync(~0u, vector >= count)) return;
     const bool exists = vector < count;
@@ -200,9 +192,9 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
 
 constexpr int kBackwardRounds = 8;  // of a block: vectors whose d_weight it sums up, in units of Layout::kBlockVectors
 
-template <int kWidth, VectorNorm kNorm, VectorStorage kStorage, bool kWeight>
+template <int kWidth, VectorNorm kNorm, VectorStorage kStorage, bool kWeight, int kBlockTogether>
 __global__ void __launch_bounds__(kThreads) finish_backward_kernel(const __grid_constant__ FinishVectorsBackward p) {
-  using L = Layout<kWidth>;
+  using L = Layout<kWidth, kBlockTogether>;
   constexpr int kLast = L::kPieces - 1;
   const int group = threadIdx.x / L::kLanes, lane = threadIdx.x % L::kLanes;
   const int64_t count = static_cast<int64_t>(p.rows) * p.vectors;
@@ -211,9 +203,10 @@ __global__ void __launch_bounds__(kThreads) finish_backward_kernel(const __grid_
   for (int round = 0; round < (kWeight ? kBackwardRounds : 1); ++round) {
     const int64_t first =
         (static_cast<int64_t>(blockIdx.x) * (kWeight ? kBackwardRounds : 1) + round) * L::kBlockVectors + group;
-    constexpr int kTogether = kNorm == VectorNorm::none ? L::kTogether : L::kTogether / 2;  // at a time
+    // At a time; with a norm two inputs are in flight.
+    constexpr int kTogether = kNorm == VectorNorm::none || kBlockTogether == 1 ? kBlockTogether : kBlockTogether / 2;
 #pragma unroll 1
-    for (int part = 0; part < L::kTogether; part += kTogether) {
+    for (int part = 0; part < kBlockTogether; part += kTogether) {
       uint4 ds[kTogether][L::kPieces], xs[kTogether][L::kPieces];
 #pragma unroll
       for (int t = 0; t < kTogether; ++t) {
@@ -314,24 +307,39 @@ int blocks_for(int64_t vectors, int block_vectors) {
   return static_cast<int>((vectors + block_vectors - 1) / block_vectors);
 }
 
+constexpr int64_t kManyVectors = 1 << 17;
+
 template <int kWidth, VectorNorm kNorm, VectorStorage kStorage>
 void launch_finish(const FinishVectors& p, cudaStream_t stream) {
-  const int blocks = blocks_for(static_cast<int64_t>(p.rows) * p.vectors, Layout<kWidth>::kBlockVectors);
-  finish_kernel<kWidth, kNorm, kStorage><<<blocks, kThreads, 0, stream>>>(p);
+  const int64_t vectors = static_cast<int64_t>(p.rows) * p.vectors;
+  if (vectors < kManyVectors)
+    finish_kernel<kWidth, kNorm, kStorage, 1>
+        <<<blocks_for(vectors, Layout<kWidth, 1>::kBlockVectors), kThreads, 0, stream>>>(p);
+  else
+    finish_kernel<kWidth, kNorm, kStorage, 4>
+        <<<blocks_for(vectors, Layout<kWidth, 4>::kBlockVectors), kThreads, 0, stream>>>(p);
 }
+
+// Blocks that sum up d_weight take the same vectors whatever their number: the sum has one tree.
+constexpr int kWeightTogether = 2;
+
 template <int kWidth, VectorNorm kNorm, VectorStorage kStorage>
 void launch_backward(const FinishVectorsBackward& p, cudaStream_t stream) {
   const int64_t vectors = static_cast<int64_t>(p.rows) * p.vectors;
-  constexpr int kBlock = Layout<kWidth>::kBlockVectors;
   if constexpr (kNorm == VectorNorm::weighted)
     if (p.d_weight) {
-      const int blocks = blocks_for(vectors, kBlock * kBackwardRounds);
-      finish_backward_kernel<kWidth, kNorm, kStorage, true><<<blocks, kThreads, 0, stream>>>(p);
+      const int blocks = blocks_for(vectors, Layout<kWidth, kWeightTogether>::kBlockVectors * kBackwardRounds);
+      finish_backward_kernel<kWidth, kNorm, kStorage, true, kWeightTogether><<<blocks, kThreads, 0, stream>>>(p);
       add_blocks_kernel<<<kWidth / 64, 64, 0, stream>>>(static_cast<const float*>(p.workspace), blocks, kWidth,
                                                         p.d_weight);
       return;
     }
-  finish_backward_kernel<kWidth, kNorm, kStorage, false><<<blocks_for(vectors, kBlock), kThreads, 0, stream>>>(p);
+  if (vectors < kManyVectors)
+    finish_backward_kernel<kWidth, kNorm, kStorage, false, 1>
+        <<<blocks_for(vectors, Layout<kWidth, 1>::kBlockVectors), kThreads, 0, stream>>>(p);
+  else
+    finish_backward_kernel<kWidth, kNorm, kStorage, false, 4>
+        <<<blocks_for(vectors, Layout<kWidth, 4>::kBlockVectors), kThreads, 0, stream>>>(p);
 }
 
 // Calls f.template operator()<width, norm, storage>() for the combinations that the model has; false for others.
@@ -377,7 +385,8 @@ cudaError_t finish_vectors(const FinishVectors& p, cudaStream_t stream) {
 }
 
 size_t finish_vectors_backward_workspace(int rows, int vectors, int width) {
-  const int block = width == 512 ? rotary::Layout<512>::kBlockVectors : rotary::Layout<128>::kBlockVectors;
+  const int block = width == 512 ? rotary::Layout<512, rotary::kWeightTogether>::kBlockVectors
+                                 : rotary::Layout<128, rotary::kWeightTogether>::kBlockVectors;
   return sizeof(float) * width *
          static_cast<size_t>(rotary::blocks_for(static_cast<int64_t>(rows) * vectors, block * rotary::kBackwardRounds));
 }

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "kernels/hopper/numbers.cuh"
 #include "kernels/sparse_attention/tile.cuh"
 
 namespace plumb::kernels {
@@ -176,6 +177,24 @@ __device__ __forceinline__ void hide_absent(float (&scores)[32], const uint8_t (
   }
 }
 
+// Output columns 448 to 511, the last 64 of warpgroup 1, rotated back by the angles of the query: scaled and rounded to
+// bf16 first, as an output that is rotated by a kernel of its own would be.
+__device__ __forceinline__ void rotate_back(float (&o)[64], const float (&factor)[2], const void* table, int query) {
+  const float2* angle = static_cast<const float2*>(table) + static_cast<size_t>(query) * 32 + (threadIdx.x & 3);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float2 turn = __ldg(angle + 4 * i);  // cos and sin of pair 4 i + quad
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float &even = o[32 + 4 * i + 2 * half], &odd = o[32 + 4 * i + 2 * half + 1];
+      const uint32_t pair = pack_bf16(even * factor[half], odd * factor[half]);
+      const float e = low_bf16(pair), f = high_bf16(pair);
+      even = __fmul_rn(e, turn.x) + __fmul_rn(f, turn.y);
+      odd = __fmul_rn(f, turn.x) - __fmul_rn(e, turn.y);
+    }
+  }
+}
+
 __device__ __forceinline__ void consume(Shared& s, const SparseAttentionForward& p, int items) {
   const int tiles = p.heads / kTileHeads;
   const int group = threadIdx.x >> 7, other = group ^ 1, lane = threadIdx.x & 31, quad = lane & 3;
@@ -207,7 +226,7 @@ __device__ __forceinline__ void consume(Shared& s, const SparseAttentionForward&
       softmax.reference[half] = softmax.own_reference[half] = -INFINITY;
       softmax.sum[half] = 0.f;
     }
-    if (first_own >= blocks && lane == 0) barrier_arrive(&s.q_empty);
+    if (first_own >= blocks) barrier_arrive(&s.q_empty);
     for (int b = first_own; b < blocks; b += 2) {
       const uint32_t parity = ((first_block + b) >> 1) & 1;
       const bool first = b == first_own;
@@ -226,7 +245,7 @@ __device__ __forceinline__ void consume(Shared& s, const SparseAttentionForward&
           add_block_of_other(first_block + b - 1, b == 1);
           product_wait<0>();
           pin(o[0]), pin(o[1]);
-          if (lane == 0) barrier_arrive(&s.keys_empty[other][group]);
+          barrier_arrive(&s.keys_empty[other][group]);
         }
       }
       float scores[32];
@@ -245,7 +264,7 @@ __device__ __forceinline__ void consume(Shared& s, const SparseAttentionForward&
         product_wait<0>();
       }
       pin(scores);
-      if (b + 2 >= blocks && lane == 0) barrier_arrive(&s.q_empty);
+      if (b + 2 >= blocks) barrier_arrive(&s.q_empty);
       hide_absent(scores, s.present[group]);
       float to[2], factor[2];
 #pragma unroll
@@ -272,7 +291,7 @@ __device__ __forceinline__ void consume(Shared& s, const SparseAttentionForward&
       }
       product_wait<0>();  // the other's block
       pin(o[0]), pin(o[1]);
-      if (b > 0 && scores_first && lane == 0) barrier_arrive(&s.keys_empty[other][group]);
+      if (b > 0 && scores_first) barrier_arrive(&s.keys_empty[other][group]);
       const uint32_t tile = shared_address(s.weights[group]);
 #pragma unroll
       for (int g = 0; g < 8; ++g) {
@@ -281,20 +300,19 @@ __device__ __forceinline__ void consume(Shared& s, const SparseAttentionForward&
       }
       if (quad == 0) s.reference[group][row] = to[0], s.reference[group][row + 8] = to[1];
       async_proxy_fence();
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&s.weights_full[group]);
+      barrier_arrive(&s.weights_full[group]);
       if (b > 0) rescale_rows(o, factor);
       product_fence();
       issue_values(o, weights, shared_address(s.keys[group][group]));
       product_wait<0>();
       pin(o[0]), pin(o[1]);
-      if (lane == 0) barrier_arrive(&s.keys_empty[group][group]);
+      barrier_arrive(&s.keys_empty[group][group]);
     }
     if (((first_block + blocks - 1) & 1) == other) {  // the last block was the other's
       add_block_of_other(first_block + blocks - 1, blocks == 1);
       product_wait<0>();
       pin(o[0]), pin(o[1]);
-      if (lane == 0) barrier_arrive(&s.keys_empty[other][group]);
+      barrier_arrive(&s.keys_empty[other][group]);
     }
 
     float(&sums)[2][kTileHeads] = s.sums[item_number & 1];
@@ -320,10 +338,13 @@ __device__ __forceinline__ void consume(Shared& s, const SparseAttentionForward&
       if (group == 0 && quad == 0)
         p.lse[static_cast<size_t>(index) * kTileHeads + head] = (common + __log2f(denominator)) * kLn2;
     }
+    const bool rotated = p.rotation != nullptr && group == 1;
+    if (rotated) rotate_back(o[1], factor, p.rotation, index >> (tiles - 1));
     __nv_bfloat16* out =
         static_cast<__nv_bfloat16*>(p.o) + (static_cast<size_t>(index) * kTileHeads + row) * kDim + group * (kDim / 2);
     store_rows_bf16<16>(o[0], factor[0], factor[1], out, 8 * kDim);
-    store_rows_bf16<16>(o[1], factor[0], factor[1], out + 128, 8 * kDim);
+    store_rows_bf16<8>(o[1], factor[0], factor[1], out + 128, 8 * kDim);
+    store_rows_bf16<8>(o[1] + 32, rotated ? 1.f : factor[0], rotated ? 1.f : factor[1], out + 192, 8 * kDim);
     first_block += blocks;
     blocks = next_blocks;
   }
@@ -333,13 +354,13 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
   if (threadIdx.x == 0) {
-    barrier_init(&s.q_full, 8);
-    barrier_init(&s.q_empty, 8);  // arrivals are one a warp: 8 consumer warps
+    barrier_init(&s.q_full, 256);
+    barrier_init(&s.q_empty, 256);  // every thread arrives, see backward.cu
     for (int i = 0; i < 2; ++i) {
-      barrier_init(&s.weights_full[i], 4);
+      barrier_init(&s.weights_full[i], 128);
       for (int half = 0; half < 2; ++half) {
-        barrier_init(&s.keys_full[i][half], 8);
-        barrier_init(&s.keys_empty[i][half], 4);  // the warpgroup that reads this half as values; scores come before
+        barrier_init(&s.keys_full[i][half], 256);
+        barrier_init(&s.keys_empty[i][half], 128);  // the warpgroup that reads this half as values; scores come before
       }
     }
     barrier_init_fence();

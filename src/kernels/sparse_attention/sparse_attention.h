@@ -35,6 +35,10 @@ struct SparseAttentionForward {
   int queries;        // may be 0
   int heads;          // 64 or 128
   float scale;        // > 0, usually 512^-1/2
+  // Rotary table of the queries (kernels/rotary): the last 64 channels of the outputs are rotated back, from bf16 to
+  // bf16. null: they are not. The backward pass takes o and d_o as they are here, o . d_o being the same either way, if
+  // d_o has been rotated forth.
+  const void* rotation = nullptr;
 };
 
 struct SparseAttentionBackward {
