@@ -9,7 +9,7 @@ namespace indexer {
 namespace {
 
 constexpr int kBins = 2048;
-constexpr int kFewRows = 128;          // that do not fill the GPU: a block of four times as many threads each
+constexpr int kFewRows = 128;          // that do not fill the GPU: a block of twice as many threads each
 constexpr int kSharedColumns = 32768;  // rows with more columns are read from memory in every pass
 
 struct Arguments {
@@ -147,7 +147,7 @@ cudaError_t launch_select(const IndexSelection& s, int first_group, int last_gro
   const int rows = std::min(s.groups->rows, last_group * group_rows) - first_row;
   const Arguments a{scores, s.device, s.out_begin, s.out, first_row, group_rows, columns, s.topk, s.out_offset};
   if (columns > kSharedColumns) {
-    select_kernel<1024, false><<<rows, 1024, 0, stream>>>(a);
+    select_kernel<512, false><<<rows, 512, 0, stream>>>(a);
     return cudaGetLastError();
   }
   const auto launch = [&](auto* kernel, int threads) {
@@ -157,7 +157,7 @@ cudaError_t launch_select(const IndexSelection& s, int first_group, int last_gro
     kernel<<<rows, threads, bytes, stream>>>(a);
     return cudaGetLastError();
   };
-  return rows <= kFewRows ? launch(select_kernel<1024, true>, 1024) : launch(select_kernel<256, true>, 256);
+  return rows <= kFewRows ? launch(select_kernel<512, true>, 512) : launch(select_kernel<256, true>, 256);
 }
 
 // The union of some rows' ranges.

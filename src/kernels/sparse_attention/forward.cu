@@ -6,6 +6,8 @@
 //   warpgroups 2, 3   producers. They gather Q and the key rows, 16 bytes a copy, the left half of the columns first:
 //                     scores can start on it, and each half is free again when its warpgroup has added the block.
 // V is the same shared-memory block as K, read with its rows contracted.
+#include <cuda_fp8.h>
+
 #include <algorithm>
 #include <type_traits>
 
@@ -34,6 +36,47 @@ struct Shared {
 
 __device__ __forceinline__ int block_count(const Item& item) { return max(1, (item.length + kBlock - 1) / kBlock); }
 
+// Two e4m3 codes times a power of two, as a pair of bf16: exact.
+__device__ __forceinline__ uint32_t widen(uint16_t codes, float scale) {
+  const float2 v = __half22float2(__nv_cvt_fp8x2_to_halfraw2(codes, __NV_E4M3));
+  return pack_bf16(v.x * scale, v.y * scale);
+}
+
+// gather_rows for FP8 keys: 256 columns of eight rows, widened on the way. entry: of lane & 7.
+__device__ __forceinline__ void gather_fp8_rows(uint8_t* panels, int first_row, int half, const uint8_t* kv,
+                                                int entry) {
+  constexpr int kTogether = 4;
+  const int lane = threadIdx.x & 31;
+  const uint32_t base = shared_address(panels) + (lane >> 3) * kPanelBytes + first_row * 128;
+  const bool rotated = half == 1 && lane >= 24;  // these eight channels are bf16
+#pragma unroll
+  for (int first = 0; first < 8; first += kTogether) {
+    uint2 codes[kTogether];
+    uint32_t exponent[kTogether];
+#pragma unroll
+    for (int r = 0; r < kTogether; ++r) {
+      const int row = __shfl_sync(~0u, entry, first + r);
+      const uint8_t* key = kv + static_cast<size_t>(max(row, 0)) * kFp8KeyBytes;
+      codes[r] = make_uint2(0, 0), exponent[r] = 0;
+      if (rotated) {
+        copy16(base + swizzled(first + r, lane & 7), key + kFp8KeyCodes + (lane - 24) * 16, row >= 0 ? 16 : 0);
+      } else if (row >= 0) {
+        codes[r] = __ldg(reinterpret_cast<const uint2*>(key + half * 256) + lane);
+        exponent[r] = __ldg(key + kFp8KeyScales + half * 4 + (lane >> 3));
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kTogether; ++r) {
+      const float scale = __uint_as_float(exponent[r] << 23);
+      if (!rotated)
+        store_shared_16(base + swizzled(first + r, lane & 7),
+                        make_uint4(widen(codes[r].x & 0xffff, scale), widen(codes[r].x >> 16, scale),
+                                   widen(codes[r].y & 0xffff, scale), widen(codes[r].y >> 16, scale)));
+    }
+  }
+}
+
+template <bool kFp8>
 __device__ __forceinline__ void produce(Shared& s, const SparseAttentionForward& p, int items) {
   const int tiles = p.heads / kTileHeads;
   const int warp = (threadIdx.x - kConsumers) >> 5, lane = threadIdx.x & 31, first_row = warp * 8;
@@ -65,11 +108,14 @@ __device__ __forceinline__ void produce(Shared& s, const SparseAttentionForward&
           left_published = true;
         }
         barrier_wait(&s.keys_empty[buffer][half], parity);
-        gather_rows<8, kPanelBytes>(s.keys[buffer][half], first_row, [&](int r, bool& is_key) {
-          const int row = __shfl_sync(~0u, mine, r);
-          is_key = row >= 0;
-          return kv + static_cast<size_t>(max(row, 0)) * kRowBytes + half * 512;
-        });
+        if constexpr (kFp8)
+          gather_fp8_rows(s.keys[buffer][half], first_row, half, kv, mine);
+        else
+          gather_rows<8, kPanelBytes>(s.keys[buffer][half], first_row, [&](int r, bool& is_key) {
+            const int row = __shfl_sync(~0u, mine, r);
+            is_key = row >= 0;
+            return kv + static_cast<size_t>(max(row, 0)) * kRowBytes + half * 512;
+          });
         copy_commit();
         if (half == 0) {
           if (lane == 0) s.present[buffer][warp] = static_cast<uint8_t>(present);
@@ -350,7 +396,9 @@ __device__ __forceinline__ void consume(Shared& s, const SparseAttentionForward&
   }
 }
 
+template <bool kFp8>
 __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_constant__ SparseAttentionForward p) {
+  constexpr int kProducerRegisters = kFp8 ? 56 : 48;  // of the 2 * 128 that a producer and a consumer share
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
   if (threadIdx.x == 0) {
@@ -368,10 +416,10 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
   __syncthreads();
   const int items = p.queries * (p.heads / kTileHeads);
   if (threadIdx.x >= kConsumers) {
-    give_registers<48>();
-    produce(s, p, items);
+    give_registers<kProducerRegisters>();
+    produce<kFp8>(s, p, items);
   } else {
-    take_registers<208>();
+    take_registers<256 - kProducerRegisters>();
     consume(s, p, items);
   }
 }
@@ -383,11 +431,11 @@ cudaError_t sparse_attention_forward(const SparseAttentionForward& p, cudaStream
   using namespace attention;
   if (p.queries < 0 || (p.heads != 64 && p.heads != 128) || !(p.scale > 0)) return cudaErrorInvalidValue;
   if (p.queries == 0) return cudaSuccess;
-  const cudaError_t error =
-      cudaFuncSetAttribute(forward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
+  const auto kernel = p.kv_fp8 ? forward_kernel<true> : forward_kernel<false>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
   if (error != cudaSuccess) return error;
   const int items = p.queries * (p.heads / kTileHeads);
-  forward_kernel<<<std::min(multiprocessors(), items), kThreads, sizeof(Shared), stream>>>(p);
+  kernel<<<std::min(multiprocessors(), items), kThreads, sizeof(Shared), stream>>>(p);
   return cudaGetLastError();
 }
 
