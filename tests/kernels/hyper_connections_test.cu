@@ -2,8 +2,8 @@
 // directions; and the bits: a row alone and in company, repeats.
 #include <functional>
 
-#include "kernels/hyper_connections/hyper_connections.h"
 #include "gpu_data.cuh"
+#include "kernels/hyper_connections/hyper_connections.h"
 
 namespace {
 

@@ -128,7 +128,7 @@ cudaError_t launch_map(const MapArguments& map, cudaStream_t stream) {
   const cudaError_t error = cudaFuncSetAttribute(map_kernel<kPost>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
   const int steps = (map.rows + kMapTokens - 1) / kMapTokens;
-  map_kernel<kPost><<<walking_blocks(map.width, steps), kMapThreads, bytes, stream>>>(map);
+  map_kernel<kPost><<<walking_blocks(map.width, steps), kThreads, bytes, stream>>>(map);
   return cudaGetLastError();
 }
 

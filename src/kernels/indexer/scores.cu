@@ -1,9 +1,8 @@
 // Index scores. Entries are the 64 rows of a product, the heads of queries its columns: then the sum over heads runs
-// along a lane's own accumulators, and four lanes share the rest. A persistent block takes one group of rows after the
-// other, the longest first: their queries stay in shared memory, their head weights in registers, while one warp
-// streams tiles of keys through a ring. Two warpgroups: with groups of eight, each has four queries (256 columns) and
-// both read every tile; with groups of one they take alternate tiles. While one of them reduces, the other's products
-// run.
+// along a lane's own accumulators, and four lanes share the rest. A block has a group of rows; its queries stay in
+// shared memory and their head weights in registers, while one warp streams tiles of keys through a ring. Two
+// warpgroups: with groups of eight, each has four queries (256 columns) and both read every tile; with groups of one
+// they take alternate tiles. While one of them reduces, the other's products run.
 #include <algorithm>
 
 #include "kernels/hopper/barrier.cuh"
@@ -29,7 +28,7 @@ struct Shared {
   static constexpr int kCopies = kQueries == 4 ? 2 : 1;  // one each, or one query for both
   alignas(1024) uint8_t q[kCopies][2][kHalfBytes];       // [warpgroup][half of the channels]
   uint8_t keys[kStages][kKeyBytes];
-  alignas(8) uint64_t q_full[kCopies], q_empty[kCopies], keys_full[kStages], keys_empty[kStages];
+  alignas(8) uint64_t q_full[kCopies], keys_full[kStages], keys_empty[kStages];
 };
 
 struct Arguments {
@@ -37,27 +36,7 @@ struct Arguments {
   IndexGroupsDevice groups;
   float* scores;
   int first_group, last_group, rows, columns, topk;
-  int splits;  // blocks that share the tiles of a group, each taking every splits-th
 };
-
-// One group, or its share of a split.
-struct Item {
-  int group, group_tile;  // its first tile in the plan
-  int first, tiles;       // this item's tiles: first, first + splits, ...; none if all rows take all that they see
-};
-template <int kGroupRows>
-__device__ __forceinline__ Item item_at(const Arguments& p, int index) {
-  const int group = p.last_group - 1 - index / p.splits, first = index % p.splits;
-  bool selects = false;
-#pragma unroll
-  for (int i = 0; i < kGroupRows; ++i) {
-    const int row = group * kGroupRows + i;
-    selects |= row < p.rows && __ldg(p.groups.visible_count + row) > p.topk;
-  }
-  const int group_tile = __ldg(p.groups.tile_begin + group),
-            count = __ldg(p.groups.tile_begin + group + 1) - group_tile;
-  return {group, group_tile, first, selects && first < count ? (count - first + p.splits - 1) / p.splits : 0};
-}
 
 // Sum over a lane's heads of one query, rows r and r + 8 of the product; 16 accumulators a row, in order.
 __device__ __forceinline__ void weigh(const float* d, const float (&w)[16], float& upper, float& lower) {
@@ -71,14 +50,11 @@ __device__ __forceinline__ void weigh(const float* d, const float (&w)[16], floa
     }
 }
 
-// What a warpgroup does with a group. step: tiles that passed through the ring before.
 template <int kQueries>
-__device__ __forceinline__ void consume(Shared<kQueries>& s, const Arguments& p, const Item& item, uint32_t step,
-                                        uint32_t number) {
+__device__ __forceinline__ void consume(Shared<kQueries>& s, const Arguments& p, int group, int first_tile, int tiles) {
   constexpr int kGroupRows = kQueries == 4 ? 8 : 1;
   const int warpgroup = threadIdx.x / 128 - 1, warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, quad = lane % 4;
-  const int first_query = item.group * kGroupRows + (kQueries == 4 ? warpgroup * 4 : 0);
-  const int copy = kQueries == 4 ? warpgroup : 0;
+  const int first_query = group * kGroupRows + (kQueries == 4 ? warpgroup * 4 : 0);
   float w[kQueries][16];
 #pragma unroll
   for (int j = 0; j < kQueries; ++j)
@@ -89,37 +65,36 @@ __device__ __forceinline__ void consume(Shared<kQueries>& s, const Arguments& p,
           __ldg(reinterpret_cast<const float2*>(p.w + static_cast<size_t>(query) * kIndexHeads) + 4 * i + quad);
       w[j][2 * i] = pair.x, w[j][2 * i + 1] = pair.y;
     }
-  const uint32_t q = shared_address(s.q[copy]);
-  barrier_wait(&s.q_full[copy], number & 1);
+  const uint32_t q = shared_address(s.q[kQueries == 4 ? warpgroup : 0]);
+  barrier_wait(&s.q_full[kQueries == 4 ? warpgroup : 0], 0);
   const int query = first_query + (kQueries == 4 ? quad : 0);  // whose scores this lane writes
   float* out = p.scores + static_cast<size_t>(query - p.first_group * kGroupRows) * p.columns + warp * 16 + lane / 4;
   const bool writes = query < p.rows && (kQueries == 4 || quad == 0);
-  for (int n = 0; n < item.tiles; ++n) {
-    if (kQueries == 1 && (step + n) % 2 != static_cast<uint32_t>(warpgroup)) continue;  // a stage has one reader
-    const int stage = ring_slot<kStages>(step + n);
-    barrier_wait(&s.keys_full[stage], ring_parity<kStages>(step + n));
+  const int stride = kQueries == 4 ? 1 : 2;
+  for (int n = kQueries == 4 ? 0 : warpgroup; n < tiles; n += stride) {
+    const int stage = ring_slot<kStages>(n);
+    barrier_wait(&s.keys_full[stage], ring_parity<kStages>(n));
     float d[kQueries * 32];
     const uint32_t keys = shared_address(s.keys[stage]);
     // In turns: while one warpgroup's products run, the other reduces; left alone both would do the same at a time.
-    if (kQueries == 4 && (warpgroup == 1 || step + n > 0)) group_barrier(1 + warpgroup, 256);
+    if (kQueries == 4 && (warpgroup == 1 || n > 0)) group_barrier(1 + warpgroup, 256);
     product_fence();
 #pragma unroll
-    for (int k = 0; k < kIndexDim / 16; ++k) {
-      const uint32_t inside = k % 4 * 32;
-      wgmma<kColumnsContracted, kColumnsContracted>(d, tile_descriptor(keys + k / 4 * kKeyHalfBytes + inside),
-                                                    tile_descriptor(q + k / 4 * Shared<kQueries>::kHalfBytes + inside),
-                                                    k > 0);
+    for (int step = 0; step < kIndexDim / 16; ++step) {
+      const uint32_t inside = step % 4 * 32;
+      wgmma<kColumnsContracted, kColumnsContracted>(
+          d, tile_descriptor(keys + step / 4 * kKeyHalfBytes + inside),
+          tile_descriptor(q + step / 4 * Shared<kQueries>::kHalfBytes + inside), step > 0);
     }
     product_commit();
-    if (kQueries == 4) group_arrive(2 - warpgroup, 256);
+    if (kQueries == 4 && (warpgroup == 0 || n + 1 < tiles)) group_arrive(2 - warpgroup, 256);
     product_wait<0>();
     pin(d);
-    barrier_arrive(&s.keys_empty[stage]);
-    if (kQueries == 4 && n == item.tiles - 1) barrier_arrive(&s.q_empty[copy]);  // before the reduction
+    barrier_arrive_if(lane == 0, shared_address(&s.keys_empty[stage]));
     float upper[kQueries], lower[kQueries];
 #pragma unroll
     for (int j = 0; j < kQueries; ++j) weigh(d + 32 * j, w[j], upper[j], lower[j]);
-    float* to = out + (item.first + n * p.splits) * kIndexTile;
+    float* to = out + (first_tile + n * static_cast<int>(gridDim.y)) * kIndexTile;
     if constexpr (kQueries == 4) {
       // Over the four lanes, which share the queries out among them: lane `quad` ends with query `quad`.
       const bool high = quad & 2, odd = quad & 1;
@@ -141,32 +116,6 @@ __device__ __forceinline__ void consume(Shared<kQueries>& s, const Arguments& p,
       }
     }
   }
-  if (kQueries == 1) barrier_arrive(&s.q_empty[copy]);
-}
-
-template <int kQueries>
-__device__ __forceinline__ void produce(Shared<kQueries>& s, const Arguments& p, const Item& item, uint32_t step,
-                                        uint32_t number, const CUtensorMap* queries, const CUtensorMap* keys) {
-  constexpr int kGroupRows = kQueries == 4 ? 8 : 1;
-  const auto load_keys = [&](int n) {
-    const int stage = ring_slot<kStages>(step + n);
-    const int entry = __ldg(p.groups.tile_first + item.group_tile + item.first + n * p.splits);
-    barrier_wait(&s.keys_empty[stage], ring_parity<kStages>(step + n) ^ 1);
-    const uint32_t full = shared_address(&s.keys_full[stage]);
-    barrier_arrive_expect(full, kKeyBytes);
-    for (int half = 0; half < 2; ++half)
-      copy_tensor_2d(shared_address(s.keys[stage]) + half * kKeyHalfBytes, keys, half * kHalfColumns, entry, full);
-  };
-  load_keys(0);
-  for (int copy = 0; copy < Shared<kQueries>::kCopies; ++copy) {
-    barrier_wait(&s.q_empty[copy], (number & 1) ^ 1);
-    const uint32_t full = shared_address(&s.q_full[copy]);
-    barrier_arrive_expect(full, sizeof(s.q[copy]));
-    for (int half = 0; half < 2; ++half)
-      copy_tensor_2d(shared_address(s.q[copy][half]), queries, half * kHalfColumns,
-                     (item.group * kGroupRows + copy * kQueries) * kIndexHeads, full);
-  }
-  for (int n = 1; n < item.tiles; ++n) load_keys(n);
 }
 
 template <int kQueries>
@@ -177,42 +126,51 @@ __global__ void __launch_bounds__(kThreads, 1)
   using S = Shared<kQueries>;
   S& s = *reinterpret_cast<S*>(raw);
   constexpr int kGroupRows = kQueries == 4 ? 8 : 1;
+  const int group = p.last_group - 1 - static_cast<int>(blockIdx.x);  // the longest first
+  bool selects = false;                                               // or every row takes all it sees
+  for (int i = 0; i < kGroupRows; ++i) {
+    const int row = group * kGroupRows + i;
+    selects |= row < p.rows && __ldg(p.groups.visible_count + row) > p.topk;
+  }
+  const int group_first = __ldg(p.groups.tile_begin + group),
+            group_tiles = __ldg(p.groups.tile_begin + group + 1) - group_first;
+  const int first_tile = blockIdx.y;  // every gridDim.y-th
+  const int tiles = (group_tiles - first_tile + static_cast<int>(gridDim.y) - 1) / static_cast<int>(gridDim.y);
+  if (!selects || first_tile >= group_tiles) return;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < S::kCopies; ++i) {
-      barrier_init(&s.q_full[i], 1);
-      barrier_init(&s.q_empty[i], kQueries == 4 ? 128 : 256);
-    }
+    for (int i = 0; i < S::kCopies; ++i) barrier_init(&s.q_full[i], 1);
     for (int i = 0; i < kStages; ++i) {
       barrier_init(&s.keys_full[i], 1);
-      barrier_init(&s.keys_empty[i], kQueries == 4 ? 256 : 128);
+      barrier_init(&s.keys_empty[i], kQueries == 4 ? 8 : 4);  // warps
     }
     barrier_init_fence();
   }
   __syncthreads();
-  const int items = (p.last_group - p.first_group) * p.splits;
-  // Items get shorter; going back and forth over the blocks gives each the same number of tiles.
-  const auto item_of_round = [&](int round) {
-    return round * static_cast<int>(gridDim.x) + static_cast<int>(round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-  };
-  uint32_t step = 0, number = 0;  // tiles and items so far
   if (threadIdx.x < 128) {
     give_registers<24>();
     if (threadIdx.x != 0) return;
-    for (int round = 0; item_of_round(round) < items; ++round) {
-      const Item item = item_at<kGroupRows>(p, item_of_round(round));
-      if (item.tiles == 0) continue;
-      produce<kQueries>(s, p, item, step, number, &queries, &keys);
-      step += item.tiles, ++number;
-    }
+    const auto load_queries = [&](int copy) {
+      const uint32_t full = shared_address(&s.q_full[copy]);
+      barrier_arrive_expect(full, sizeof(s.q[copy]));
+      for (int half = 0; half < 2; ++half)
+        copy_tensor_2d(shared_address(s.q[copy][half]), &queries, half * kHalfColumns,
+                       (group * kGroupRows + copy * kQueries) * kIndexHeads, full);
+    };
+    const auto load_keys = [&](int n) {
+      const int stage = ring_slot<kStages>(n);
+      const int entry = __ldg(p.groups.tile_first + group_first + first_tile + n * static_cast<int>(gridDim.y));
+      barrier_wait(&s.keys_empty[stage], ring_parity<kStages>(n) ^ 1);
+      const uint32_t full = shared_address(&s.keys_full[stage]);
+      barrier_arrive_expect(full, kKeyBytes);
+      for (int half = 0; half < 2; ++half)
+        copy_tensor_2d(shared_address(s.keys[stage]) + half * kKeyHalfBytes, &keys, half * kHalfColumns, entry, full);
+    };
+    load_keys(0);
+    for (int copy = 0; copy < S::kCopies; ++copy) load_queries(copy);
+    for (int n = 1; n < tiles; ++n) load_keys(n);
   } else {
     take_registers<240>();
-    for (int round = 0; item_of_round(round) < items; ++round) {
-      const Item item = item_at<kGroupRows>(p, item_of_round(round));
-      if (item.tiles == 0) continue;
-      consume<kQueries>(s, p, item, step, number);
-      step += item.tiles, ++number;
-    }
-    if (kQueries == 4 && threadIdx.x < 256 && step > 0) group_barrier(1, 256);  // takes the other's last turn
+    consume<kQueries>(s, p, group, first_tile, tiles);
   }
 }
 
@@ -222,11 +180,11 @@ CUtensorMap bf16_map(const void* matrix, int rows, int box_rows) {
 }
 
 template <int kQueries>
-cudaError_t launch(const IndexSelection& s, const Arguments& a, int blocks, cudaStream_t stream) {
+cudaError_t launch(const IndexSelection& s, const Arguments& a, int splits, cudaStream_t stream) {
   const cudaError_t error = cudaFuncSetAttribute(scores_kernel<kQueries>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                  sizeof(Shared<kQueries>));
   if (error != cudaSuccess) return error;
-  scores_kernel<kQueries><<<blocks, kThreads, sizeof(Shared<kQueries>), stream>>>(
+  scores_kernel<kQueries><<<dim3(a.last_group - a.first_group, splits), kThreads, sizeof(Shared<kQueries>), stream>>>(
       a, bf16_map(s.q, s.groups->rows * kIndexHeads, Shared<kQueries>::kColumns),
       bf16_map(s.keys, s.entries, kIndexTile));
   return cudaGetLastError();
@@ -244,9 +202,8 @@ cudaError_t index_scores(const IndexSelection& s, int first_group, int groups, i
   cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   // Few groups: several blocks share a group's tiles. Scores do not notice.
   const int splits = std::clamp(2 * processors / groups, 1, std::max(1, columns / kIndexTile / 4));
-  const Arguments a{s.w, s.device, scores, first_group, first_group + groups, s.groups->rows, columns, s.topk, splits};
-  const int blocks = std::min(processors, groups * splits);
-  return s.groups->group_rows == 8 ? launch<4>(s, a, blocks, stream) : launch<1>(s, a, blocks, stream);
+  const Arguments a{s.w, s.device, scores, first_group, first_group + groups, s.groups->rows, columns, s.topk};
+  return s.groups->group_rows == 8 ? launch<4>(s, a, splits, stream) : launch<1>(s, a, splits, stream);
 }
 
 }  // namespace plumb::kernels

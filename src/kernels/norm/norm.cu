@@ -9,13 +9,13 @@ namespace plumb::kernels {
 namespace norm {
 namespace {
 
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kNarrow = 1024;  // widest row of a warp
 constexpr int kChunk = 64;     // rows whose d_weight one block sums up
 
 // The threads of a row, and sums over them.
 template <bool kNarrowRow>
 struct Team {
-  static constexpr int kWarps = kNarrowRow ? 8 : 4, kThreads = 32 * kWarps;  // of a block
   static constexpr int kSize = kNarrowRow ? 32 : kThreads;
   static constexpr int kRows = kNarrowRow ? kWarps : 1;  // rows of a block at a time
   static __device__ int thread() { return threadIdx.x % kSize; }
@@ -37,9 +37,9 @@ struct Team {
 
 // A thread has kVectors times eight channels.
 template <int kVectors, bool kNarrowRow>
-__global__ void __launch_bounds__(Team<kNarrowRow>::kThreads) norm_kernel(const __grid_constant__ RmsNorm p) {
+__global__ void __launch_bounds__(kThreads) norm_kernel(const __grid_constant__ RmsNorm p) {
   using T = Team<kNarrowRow>;
-  __shared__ float shared[T::kWarps][1];
+  __shared__ float shared[kWarps][1];
   const int row = blockIdx.x * T::kRows + T::row();
   if (row >= p.rows) return;
   const auto* x = static_cast<const uint8_t*>(p.x) + static_cast<size_t>(row) * p.width * 2;
@@ -79,10 +79,9 @@ __global__ void __launch_bounds__(Team<kNarrowRow>::kThreads) norm_kernel(const 
 // With g = weight d_y: d_x = rho (g - x rho^2 mean(g x)); d_weight = d_y x rho. With kWeight a block takes a chunk of
 // rows, each team every kRows-th in order.
 template <int kVectors, bool kNarrowRow, bool kWeight>
-__global__ void __launch_bounds__(Team<kNarrowRow>::kThreads)
-    norm_backward_kernel(const __grid_constant__ RmsNormBackward p) {
+__global__ void __launch_bounds__(kThreads) norm_backward_kernel(const __grid_constant__ RmsNormBackward p) {
   using T = Team<kNarrowRow>;
-  __shared__ float shared[2][T::kWarps][2];  // by parity of the row
+  __shared__ float shared[2][kWarps][2];  // by parity of the row
   const auto channel_of = [](int i) { return (i * T::kSize + T::thread()) * 8; };
   float d_weight[kVectors][8] = {};
   const int rows = kWeight ? kChunk : T::kRows, first = blockIdx.x * rows, last = min(p.rows, first + rows);
@@ -131,16 +130,16 @@ __global__ void __launch_bounds__(Team<kNarrowRow>::kThreads)
   if constexpr (kWeight) {
     float* out = static_cast<float*>(p.workspace) + static_cast<size_t>(blockIdx.x) * p.width;
     if constexpr (kNarrowRow) {  // the teams' sums, in order
-      __shared__ float team[T::kWarps][kNarrow];
+      __shared__ float team[kWarps][kNarrow];
 #pragma unroll
       for (int i = 0; i < kVectors; ++i)
 #pragma unroll
         for (int k = 0; k < 8; ++k) team[T::row()][channel_of(i) + k] = d_weight[i][k];
       __syncthreads();
-      for (int channel = threadIdx.x; channel < p.width; channel += T::kThreads) {
+      for (int channel = threadIdx.x; channel < p.width; channel += kThreads) {
         float sum = team[0][channel];
 #pragma unroll
-        for (int t = 1; t < T::kWarps; ++t) sum += team[t][channel];
+        for (int t = 1; t < kWarps; ++t) sum += team[t][channel];
         out[channel] = sum;
       }
     } else {
@@ -173,11 +172,11 @@ template <int kVectors, bool kNarrowRow>
 void launch_backward(const RmsNormBackward& p, cudaStream_t stream) {
   if (p.d_weight == nullptr) {
     const int blocks = blocks_for(p.rows, Team<kNarrowRow>::kRows);
-    norm_backward_kernel<kVectors, kNarrowRow, false><<<blocks, Team<kNarrowRow>::kThreads, 0, stream>>>(p);
+    norm_backward_kernel<kVectors, kNarrowRow, false><<<blocks, kThreads, 0, stream>>>(p);
     return;
   }
   const int chunks = blocks_for(p.rows, kChunk);
-  norm_backward_kernel<kVectors, kNarrowRow, true><<<chunks, Team<kNarrowRow>::kThreads, 0, stream>>>(p);
+  norm_backward_kernel<kVectors, kNarrowRow, true><<<chunks, kThreads, 0, stream>>>(p);
   add_chunks_kernel<<<p.width / 64, 64, 0, stream>>>(static_cast<const float*>(p.workspace), chunks, p.width,
                                                      p.d_weight);
 }
@@ -186,9 +185,9 @@ void launch_backward(const RmsNormBackward& p, cudaStream_t stream) {
 template <class F>
 void dispatch(int width, const F& f) {
   if (width <= kNarrow) return f.template operator()<4, true>();
-  if (width <= 2048) return f.template operator()<2, false>();
-  if (width <= 4096) return f.template operator()<4, false>();
-  f.template operator()<8, false>();
+  if (width <= 2048) return f.template operator()<1, false>();
+  if (width <= 4096) return f.template operator()<2, false>();
+  f.template operator()<4, false>();
 }
 
 }  // namespace
@@ -199,8 +198,7 @@ cudaError_t rms_norm(const RmsNorm& p, cudaStream_t stream) {
   if (wrong_shape(p.rows, p.width) || (p.values != nullptr) != (p.scales != nullptr)) return cudaErrorInvalidValue;
   if (p.rows == 0) return cudaSuccess;
   dispatch(p.width, [&]<int kVectors, bool kNarrowRow>() {
-    norm_kernel<kVectors, kNarrowRow>
-        <<<blocks_for(p.rows, Team<kNarrowRow>::kRows), Team<kNarrowRow>::kThreads, 0, stream>>>(p);
+    norm_kernel<kVectors, kNarrowRow><<<blocks_for(p.rows, Team<kNarrowRow>::kRows), kThreads, 0, stream>>>(p);
   });
   return cudaGetLastError();
 }
