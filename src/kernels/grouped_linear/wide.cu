@@ -17,7 +17,7 @@
 #include "kernels/grouped_linear/activation.cuh"
 #include "kernels/grouped_linear/launch.cuh"
 #include "kernels/grouped_linear/problem.cuh"
-#include "kernels/hopper/mbarrier.cuh"
+#include "kernels/hopper/barrier.cuh"
 #include "kernels/hopper/tma.cuh"
 #include "kernels/hopper/wgmma_fp8.cuh"
 

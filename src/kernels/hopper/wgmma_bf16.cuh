@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "kernels/hopper/wgmma.cuh"
+
 namespace plumb::kernels::hopper {
 
 constexpr int kRowsContracted = 1, kColumnsContracted = 0;  // MN-major, K-major in PTX's words
@@ -22,19 +24,6 @@ __device__ __forceinline__ uint32_t swizzled(uint32_t row, uint32_t unit) {
 __device__ __forceinline__ uint64_t tile_descriptor(uint32_t address, uint32_t panel_bytes = 0) {
   return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | (static_cast<uint64_t>(panel_bytes >> 4) << 16) |
          (static_cast<uint64_t>(1024 >> 4) << 32) | (1ull << 62);
-}
-
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void wgmma_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-// Keeps the compiler from moving reads of accumulators above a wait.
-template <int kCount>
-__device__ __forceinline__ void pin(float (&d)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 // clang-format off

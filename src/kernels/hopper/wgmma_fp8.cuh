@@ -7,25 +7,9 @@
 #pragma once
 #include <cstdint>
 
+#include "kernels/hopper/wgmma.cuh"
+
 namespace plumb::kernels::hopper {
-
-__device__ __forceinline__ void product_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void product_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void product_wait() {
-  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
-}
-// Makes ordinary shared-memory stores visible to the tensor cores and the copy engine.
-__device__ __forceinline__ void async_proxy_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-template <int kRegisters>
-__device__ __forceinline__ void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
-template <int kRegisters>
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
-}
 
 // Operand in shared memory, rows of 128 bytes in the 128-byte swizzle: 8-row groups lie 1,024 bytes apart. The low word
 // counts in 16 bytes, so `swizzled_low(start) + bytes / 16` moves the operand: one addition, on the uniform path.

@@ -122,8 +122,7 @@ struct Producer {
                    stage + (warp * 8 + lane) * kStageStride, kStageRow);
     bulk_commit();
     bulk_wait_read<0>();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&s.stage_empty[warp]);
+    barrier_arrive(&s.stage_empty[warp]);
   }
 
   __device__ void run(int total, int stride) {
@@ -146,10 +145,9 @@ struct Producer {
         add_rows(entry, 0, half);
         if (more) publish<0>(&s.keys_full[half]);
         add_rows(entry, 1, half);
-        if (half == 0) named_sync(2, kThreads - kConsumers);  // the rows of all four warps are read: keys may follow
+        if (half == 0) group_barrier(2, kThreads - kConsumers);  // the rows of all four warps are read: keys may follow
       }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&s.weights_empty);
+      barrier_arrive(&s.weights_empty);
       if (more && walk.block == 0) {
         load_inputs(walk.index);
         publish<0>(&s.inputs_full);
@@ -170,8 +168,8 @@ __device__ __forceinline__ void store_weights(uint32_t tile, const float (&x)[32
   for (int pair = 0; pair < 4; ++pair) {  // two groups of eight keys, both halves of the warp's sixteen heads
     const uint32_t key = (2 * pair + (matrix >> 1)) * 8 + (lane & 7);
     const float* v = x + 8 * pair;
-    store_transposed4(tile + swizzled(key, warp * 2 + (matrix & 1)), pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]),
-                      pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
+    store_matrices_transposed(tile + swizzled(key, warp * 2 + (matrix & 1)), pack_bf16(v[0], v[1]),
+                              pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]), pack_bf16(v[6], v[7]));
   }
 }
 
@@ -194,7 +192,7 @@ struct Consumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       barrier_wait(&s.keys_full[half], parity);
-      wgmma_fence();
+      product_fence();
 #pragma unroll
       for (int step = 0; step < 16; ++step) {
         const uint32_t offset = half * kHalfBytes + (step / 4) * kPanelBytes + (step % 4) * 32;
@@ -202,8 +200,8 @@ struct Consumer {
                                                       half > 0 || step > 0);
       }
     }
-    wgmma_commit();
-    wgmma_wait<0>();
+    product_commit();
+    product_wait<0>();
     pin(x);
     barrier_wait(&s.weights_empty, parity ^ 1);
     if (group == 0) {
@@ -218,10 +216,11 @@ struct Consumer {
 #pragma unroll
       for (int g = 0; g < 8; ++g)
         s.weights.exchange[g][thread] = make_float4(x[4 * g], x[4 * g + 1], x[4 * g + 2], x[4 * g + 3]);
-      named_sync(1, kConsumers);
+    }
+    group_barrier(1, kConsumers);
+    if (group == 0) {
       store_weights(shared_address(s.weights.p), x);
     } else {
-      named_sync(1, kConsumers);
 #pragma unroll
       for (int g = 0; g < 8; ++g) {
         const float4 weight = s.weights.exchange[g][thread];
@@ -233,7 +232,7 @@ struct Consumer {
       store_weights(shared_address(s.weights.ds), x);
     }
     async_proxy_fence();
-    named_sync(1, kConsumers);
+    group_barrier(1, kConsumers);
   }
 
   // dkv of 64 keys, 128 columns: this warpgroup's quarter.
@@ -248,7 +247,7 @@ struct Consumer {
                                                    tile_descriptor(values + k * 2048, kPanelBytes),
                                                    product > 0 || k > 0);
     }
-    wgmma_commit();
+    product_commit();
   }
 
   // Converts in place the accumulators of one of a lane's two rows; returns the largest |value|, NaN if there is one.
@@ -278,9 +277,8 @@ struct Consumer {
       barrier_wait(&s.stage_empty[warp], row ^ 1);  // four uses a block
 #pragma unroll
       for (int i = 0; i < 16; ++i)
-        store_shared2(mine + i * 32, __float_as_uint(x[4 * i + 2 * row]), __float_as_uint(x[4 * i + 2 * row + 1]));
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&s.stage_full[warp]);  // the proxy fence is the issuer's
+        store_shared_8(mine + i * 32, __float_as_uint(x[4 * i + 2 * row]), __float_as_uint(x[4 * i + 2 * row + 1]));
+      barrier_arrive(&s.stage_full[warp]);  // the proxy fence is the issuer's
     }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {  // last: a fence would wait for these
@@ -301,24 +299,24 @@ struct Consumer {
       barrier_wait(&s.inputs_full, item_parity);
       for (int block = 0; block < count; ++block) {
         make_weights(index);
-        wgmma_fence();
+        product_fence();
 #pragma unroll
         for (int k = 0; k < kBlock / 16; ++k)
           wgmma<kRowsContracted, kRowsContracted>(
               dq, tile_descriptor(shared_address(s.weights.ds) + k * 2048),
               tile_descriptor(shared_address(s.keys[group]) + k * 2048, kPanelBytes), true);
-        wgmma_commit();
-        wgmma_wait<0>();
-        if (group == 0 && lane == 0) barrier_arrive(&s.left_empty);
+        product_commit();
+        product_wait<0>();
+        if (group == 0) barrier_arrive(&s.left_empty);
 #pragma unroll 1
         for (int half = 0; half < 2; ++half) {
           float x[64];
-          wgmma_fence();
+          product_fence();
           issue_dkv(x, half);
-          wgmma_wait<0>();
+          product_wait<0>();
           pin(x);
-          if (half == 1 && block == count - 1 && lane == 0) barrier_arrive(&s.inputs_empty);
-          named_sync(1, kConsumers);  // all have read what lies where this half is staged
+          if (half == 1 && block == count - 1) barrier_arrive(&s.inputs_empty);
+          group_barrier(1, kConsumers);  // all have read what lies where this half is staged
           stage_rows(x, half);
         }
         parity ^= 1;
@@ -338,26 +336,26 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
   if (!w.control->run) return;
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
-  if (threadIdx.x == 0) {  // arrivals are one a warp
+  if (threadIdx.x == 0) {  // every thread arrives: one lane for its warp costs as much, and race checkers lose track
     s.fixed_scale = w.control->scale;
-    barrier_init(&s.inputs_full, 4);
-    barrier_init(&s.inputs_empty, 8);
-    barrier_init(&s.left_empty, 4);
-    barrier_init(&s.weights_empty, 4);
-    for (int i = 0; i < 2; ++i) barrier_init(&s.keys_full[i], 4);
+    barrier_init(&s.inputs_full, 128);
+    barrier_init(&s.inputs_empty, 256);
+    barrier_init(&s.left_empty, 128);
+    barrier_init(&s.weights_empty, 128);
+    for (int i = 0; i < 2; ++i) barrier_init(&s.keys_full[i], 128);
     for (int pair = 0; pair < 4; ++pair) {
-      barrier_init(&s.stage_full[pair], 2);
-      barrier_init(&s.stage_empty[pair], 1);
+      barrier_init(&s.stage_full[pair], 64);
+      barrier_init(&s.stage_empty[pair], 32);
     }
     barrier_init_fence();
   }
   __syncthreads();
   const int items = item_count(p), warp = (threadIdx.x & 127) >> 5, lane = threadIdx.x & 31;
   if (threadIdx.x >= kConsumers) {
-    registers_down<56>();  // 384 threads start with 168 each: 56 * 128 + 224 * 256 is exactly that
+    give_registers<56>();  // 384 threads start with 168 each: 56 * 128 + 224 * 256 is exactly that
     Producer{s, p, w, warp, lane}.run(items, stride);
   } else {
-    registers_up<224>();
+    take_registers<224>();
     Consumer{s, p, w, static_cast<int>(threadIdx.x >> 7), lane, warp, lane & 3}.run(items, stride);
   }
 }

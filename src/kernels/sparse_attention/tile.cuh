@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "kernels/hopper/barrier.cuh"
 #include "kernels/hopper/copy.cuh"
 #include "kernels/hopper/wgmma_bf16.cuh"
 #include "kernels/sparse_attention/sparse_attention.h"
@@ -62,8 +63,7 @@ template <int kPending>
 __device__ __forceinline__ void publish(uint64_t* barrier) {
   hopper::copy_wait<kPending>();
   hopper::async_proxy_fence();
-  __syncwarp();
-  if ((threadIdx.x & 31) == 0) hopper::barrier_arrive(barrier);
+  hopper::barrier_arrive(barrier);
 }
 
 __device__ __forceinline__ float exp2_fast(float x) {
