@@ -5,8 +5,11 @@
 #include <cstdlib>
 #include <set>
 
+#include "base/files.h"
+#include "base/log.h"
 #include "process_testing.h"
 #include "reward/scorer.h"
+#include "support/temp_path.h"
 #include "testing.h"
 
 namespace plumb {
@@ -119,6 +122,20 @@ TEST_F(EnvironmentTest, AProcessThatEndsCostsItsSessionsAndNoOther) {
     const auto fresh = environment.open(sample_of(""), turn);
     EXPECT_EQ(error_of([&] { fresh->advance(said("done")); }), "");
   }
+}
+
+TEST_F(EnvironmentTest, AnAbandonedSessionIsToldAndNobodyWaits) {
+  const std::string closed = testing::temp_path("closed"), log = testing::temp_path("abandoned.log");
+  set_log_file(log);
+  Environment environment(shell_program(
+      answering("*abandoned*) echo closed >> " + closed + R"(; echo "{\"id\":$id}" ;;)" + "\n" + kTurns)));
+  EnvironmentTurn turn;
+  environment.open(sample_of(""), turn);  // and dropped at once
+  const auto other = environment.open(sample_of(""), turn);
+  EXPECT_EQ(read_text(closed), "closed\n");  // the process takes one line after the other
+  EXPECT_EQ(other->advance(said("done")).done, true);
+  set_log_file("");
+  EXPECT_EQ(read_text(log), "");  // an answer that nobody wanted is no warning
 }
 
 TEST_F(EnvironmentTest, ExampleInShell) {
