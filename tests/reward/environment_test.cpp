@@ -20,7 +20,7 @@ using testing::answering;
 using testing::error_of;
 using ::testing::HasSubstr;
 using testing::open_descriptors;
-using testing::processes_left;
+using testing::processes_left_after_killing;
 using testing::sample_of;
 using testing::shell_program;
 
@@ -28,7 +28,7 @@ class EnvironmentTest : public ::testing::Test {
  protected:
   void SetUp() override { descriptors_ = open_descriptors(); }
   void TearDown() override {
-    EXPECT_EQ(processes_left(), 0);
+    EXPECT_EQ(processes_left_after_killing(), 0);
     EXPECT_EQ(open_descriptors(), descriptors_);
   }
   int descriptors_ = 0;
@@ -108,7 +108,7 @@ TEST_F(EnvironmentTest, SessionsStayWithTheirProcess) {
 
 TEST_F(EnvironmentTest, AProcessThatEndsCostsItsSessionsAndNoOther) {
   for (const auto& [content, reason] : std::vector<std::pair<std::string, std::string>>{
-           {"crash", "exited with code 7"}, {"hang", "gave no answer within 0.3 s and was killed"}}) {
+           {"crash", "exited with code 7"}, {"hang", "gave no answer within 1 s and was killed"}}) {
     ProgramKeys keys = shell_program(answering(kTurns));
     keys.processes = 2;
     Environment environment(keys);
