@@ -128,7 +128,7 @@ TEST_F(EnvironmentTest, AnAbandonedSessionIsToldAndNobodyWaits) {
   const std::string closed = testing::temp_path("closed"), log = testing::temp_path("abandoned.log");
   set_log_file(log);
   Environment environment(shell_program(
-      answering("*abandoned*) echo closed >> " + closed + R"(; echo "{\"id\":$id}" ;;)" + "\n" + kTurns)));
+      answering("*abandoned*) echo closed > " + closed + R"(; echo "{\"id\":$id}" ;;)" + "\n" + kTurns)));
   EnvironmentTurn turn;
   environment.open(sample_of(""), turn);  // and dropped at once
   const auto other = environment.open(sample_of(""), turn);
