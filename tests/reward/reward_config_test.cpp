@@ -95,7 +95,7 @@ headers = { Authorization = "token" }
 
 TEST(RewardConfig, Example) {
   const std::string path = PLUMB_SOURCE_DIR "/examples/rewards/rewards.toml";
-  const auto rewards = parse_rewards(read_text(path), path);
+  const auto rewards = parse_rewards(read_text(path), path).rewards;
   ASSERT_EQ(rewards.size(), 3u);
   EXPECT_EQ(rewards[1].name, "short");
   EXPECT_EQ(rewards[2].weight, 0.5);
