@@ -26,6 +26,8 @@ if(PLUMB_HAS_CUDA)
   target_compile_definitions(plumb_kernels PUBLIC PLUMB_HAS_CUDA=1)
   target_compile_options(plumb_kernels PRIVATE -O3 --expt-relaxed-constexpr -lineinfo -Xcompiler=-Wall,-Wextra)
   # Kernels whose registers are planned to the last one: a spill is an error.
-  file(GLOB hot_sources CONFIGURE_DEPENDS ${PLUMB_SRC}/kernels/sparse_attention/*.cu)
+  file(GLOB hot_sources CONFIGURE_DEPENDS
+       ${PLUMB_SRC}/kernels/compressor/*.cu ${PLUMB_SRC}/kernels/hyper_connections/*.cu ${PLUMB_SRC}/kernels/indexer/*.cu
+       ${PLUMB_SRC}/kernels/norm/*.cu ${PLUMB_SRC}/kernels/rotary/*.cu ${PLUMB_SRC}/kernels/sparse_attention/*.cu)
   set_source_files_properties(${hot_sources} PROPERTIES COMPILE_OPTIONS "-Xptxas=--warn-on-spills,--warning-as-error")
 endif()

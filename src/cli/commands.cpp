@@ -16,6 +16,7 @@ const std::vector<Command>& commands() {
       {"pretrain", "train every parameter of a small model", setup_pretrain},
       {"sample", "generate text once, or for every line of a file", setup_sample},
       {"chat", "talk to a model in the terminal", setup_chat},
+      {"serve", "answer HTTP requests: OpenAI's and Anthropic's protocols, a page to chat with", setup_serve},
       {"score", "per-token log-probabilities of given tokens, text or messages", setup_score},
       {"init", "write a random checkpoint of a preset or of a config.json", setup_init},
       {"convert", "rewrite a checkpoint or an adapter in another layout", setup_convert},
@@ -41,7 +42,7 @@ bool is_unknown_command(const std::string& name) {
 int run(int argc, char** argv) {
   CLI::App app{"plumb: fine-tunes and serves DeepSeek-V4 from one set of weights and kernels", "plumb"};
   app.require_subcommand(1);
-  app.set_version_flag("--version", "plumb 0.1.0");
+  app.set_version_flag("--version", std::string("plumb ") + kVersion);
   std::function<void()> action;
   for (const Command& c : commands()) {
     CLI::App* sub = app.add_subcommand(c.name, c.summary);

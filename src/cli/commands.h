@@ -14,6 +14,8 @@ namespace plumb::cli {
 // exits.
 using Setup = std::function<void()> (*)(CLI::App& app);
 
+inline constexpr const char* kVersion = "0.1.0";
+
 struct Command {
   const char* name;
   const char* summary;
@@ -27,6 +29,7 @@ std::function<void()> setup_pretrain(CLI::App& app);
 std::function<void()> setup_sample(CLI::App& app);
 std::function<void()> setup_chat(CLI::App& app);
 std::function<void()> setup_score(CLI::App& app);
+std::function<void()> setup_serve(CLI::App& app);
 std::function<void()> setup_init(CLI::App& app);
 std::function<void()> setup_convert(CLI::App& app);
 std::function<void()> setup_inspect(CLI::App& app);

@@ -7,8 +7,8 @@
 
 namespace plumb {
 
-// Steps after which a search is given up. A count, not a time, so that a sample has the same fate on every machine;
-// about 20 ms.
+// Steps after which a search is given up, some tenths of a second. A count, not a time, so that a sample has the same
+// fate on every machine.
 inline constexpr uint32_t kPatternSteps = 1'000'000;
 
 struct PatternOptions {

@@ -34,7 +34,7 @@ std::string request_line(int64_t id, const json& request) {
 
 Program::Program(const ProgramKeys& keys, std::string label) : keys_(keys), label_(std::move(label)) {}
 
-Program::~Program() = default;
+Program::~Program() { child_.reset(); }  // while there is still something to log its last words
 
 void Program::start() {
   if (child_) return;
@@ -43,6 +43,7 @@ void Program::start() {
                              .environment = keys_.environment,
                              .max_line = static_cast<size_t>(keys_.max_line)};
   child_ = std::make_unique<ChildProcess>(options, [this](std::string_view line) { log_line(line); });
+  told_.clear();
   ++generation_;
   fresh_ = true;
 }
@@ -54,6 +55,7 @@ void Program::log_line(std::string_view line) {
 void Program::end_log() {
   if (logged_ > kLogLines) log_info("{}: {} more lines on stderr", label_, logged_ - kLogLines);
   logged_ = 0;
+  report_strays();
 }
 
 json Program::ask(const json& request) {
@@ -84,8 +86,7 @@ json Program::exchange(const json& request) {
   } catch (const Error& e) {  // it could be started once, so this may pass: no memory, no more processes
     throw ProgramCrashed(e.where(), e.what());
   }
-  if (const auto early = child_->take_lines(); !early.empty())
-    log_warning("{}: {} lines that nobody asked for, the first: {}", label_, early.size(), shortened(early.front()));
+  for (const std::string& line : child_->take_lines()) note_stray(line);
   const int64_t id = next_id_++;
   const double limit = keys_.time_limit + (fresh_ ? keys_.start_limit : 0);
   const Deadline deadline = deadline_in(limit);
@@ -110,8 +111,22 @@ std::optional<json> Program::read_answer(const std::string& line, int64_t id) {
   if (found == answer->end() || !found->is_number_integer() || *found > id || *found < 1)
     fail(label_, fmt::format("answered request {} with another id or none: {}", id, shortened(line)));
   if (*found == id) return answer;
-  log_warning("{}: a line for request {} came while {} was asked: {}", label_, found->dump(), id, shortened(line));
+  note_stray(line);
   return std::nullopt;
+}
+
+// Remembers a line that answers no open request, unless nobody wanted that answer.
+void Program::note_stray(const std::string& line) {
+  const std::optional<json> answer = parse_json_text(line);
+  const json* id = answer && answer->is_object() ? find_field(*answer, "id") : nullptr;
+  if (id && id->is_number_integer() && told_.erase(id->get<int64_t>()) > 0) return;
+  if (strays_++ == 0) first_stray_ = shortened(line);
+}
+
+void Program::report_strays() {
+  if (strays_ > 0)
+    log_warning("{}: {} lines that answer no open request, the first: {}", label_, strays_, first_stray_);
+  strays_ = 0;
 }
 
 // Ends the process and says why.
@@ -136,6 +151,7 @@ void Program::give_up(ChildProcess::Status status, double limit) {
 void Program::tell(const json& request) noexcept {
   try {
     if (!child_) return;
+    told_.insert(next_id_);
     child_->write_line(request_line(next_id_++, request), deadline_in(kEndGrace));
   } catch (const std::exception& e) {
     log_warning("{}: {}", label_, e.what());

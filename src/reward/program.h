@@ -3,6 +3,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -58,15 +59,20 @@ class Program {
   [[noreturn]] void give_up(ChildProcess::Status status, double limit);
   void log_line(std::string_view line);
   void end_log();
+  void note_stray(const std::string& line);
+  void report_strays();
 
   ProgramKeys keys_;
   std::string label_;
   std::unique_ptr<ChildProcess> child_;
   int64_t next_id_ = 1, generation_ = 0;
-  bool fresh_ = true;      // the process has not answered yet
-  int crashes_ = 0;        // in a row
-  Deadline next_start_{};  // not earlier
-  int64_t logged_ = 0;     // lines of stderr since the last request
+  bool fresh_ = true;       // the process has not answered yet
+  int crashes_ = 0;         // in a row
+  Deadline next_start_{};   // not earlier
+  int64_t logged_ = 0;      // lines of stderr since the last request
+  std::set<int64_t> told_;  // ids of requests whose answers nobody wants
+  int64_t strays_ = 0;      // lines of the last request that answered another
+  std::string first_stray_;
 };
 
 // Rewards by keys.processes processes of a program; as many samples at once, others wait. Starts them all at once.

@@ -1,10 +1,11 @@
 // What stands between a protocol and the engine. A protocol (OpenAI's chat, Anthropic's messages, ...) is a function
-// that turns the JSON body of a request into an Exchange: which answers the engine is to write, and how their tokens
+// that turns the body of a request into an Exchange: which answers the engine is to write, and how their tokens
 // are said to the client. It knows nothing of sockets and threads; http.h knows nothing of protocols.
 #pragma once
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include <nlohmann/json.hpp>
@@ -21,7 +22,7 @@ namespace plumb::serve {
 struct ApiError {
   int status = 400;     // HTTP: 400 malformed, 401 no key, 404 unknown model, 413 too large, 422 ..., 429 queue full
   std::string field;    // JSON path of the culprit ("messages[2].content"); may be empty
-  std::string message;  // what is wrong, with the offending value, and the fix
+  std::string message;  // "field: what is wrong, with the offending value (the fix)"
   int retry_after = 0;  // seconds; > 0: sent as Retry-After
 };
 
@@ -34,11 +35,12 @@ struct ServedModel {
   ChatOptions chat;  // what holds when a request does not say
   std::vector<int> stop_tokens;
   std::shared_ptr<AdapterRegistry> adapters;
-  int64_t created = 0;     // seconds since 1970
-  int max_positions = 0;   // prompt and answer together
-  int default_tokens = 0;  // length of an answer when the request does not say; 0 = as long as it fits
-  int max_choices = 0;     // n
-  int max_logprobs = 0;    // top log-probabilities of a token
+  int64_t created = 0;         // seconds since 1970
+  int max_positions = 0;       // prompt and answer together
+  int default_tokens = 0;      // length of an answer when the request does not say; 0 = as long as it fits
+  int max_choices = 0;         // n
+  int max_logprobs = 0;        // top log-probabilities of a token
+  bool strict_fields = false;  // unknown fields of a request are errors; otherwise ignored, as OpenAI's clients expect
 };
 
 // One request of a client in one protocol. All functions are called by one thread at a time, in this order:
@@ -65,7 +67,9 @@ class Exchange {
   virtual nlohmann::json whole() = 0;
 };
 
-// Errors: ApiError.
-using MakeExchange = std::unique_ptr<Exchange> (*)(const nlohmann::json& body, const ServedModel& model);
+// body: as it came. The chat format shows tool definitions to the model as they were given, so each protocol reads the
+// text itself (request_fields.h), in a way that keeps the order of members and the spelling of numbers. The model
+// outlives the exchange. Errors: ApiError.
+using MakeExchange = std::unique_ptr<Exchange> (*)(std::string_view body, const ServedModel& model);
 
 }  // namespace plumb::serve

@@ -1,6 +1,7 @@
 // Sparse attention forward and backward against a plain FP64 version on the GPU, over lists that a careless kernel gets
 // wrong; and the bits: a query alone, moved, repeated.
 #include <cuda_bf16.h>
+#include <cuda_fp8.h>
 #include <cuda_runtime.h>
 #include <gtest/gtest.h>
 
@@ -10,6 +11,7 @@
 #include <random>
 #include <vector>
 
+#include "kernels/rotary/rotary.h"
 #include "kernels/sparse_attention/sparse_attention.h"
 
 namespace {
@@ -422,6 +424,69 @@ TEST(SparseAttention, ForwardBitsDoNotDependOnTileOrPadding) {
     EXPECT_EQ(0, std::memcmp(&o2[static_cast<size_t>(t) * 64 * kDim], &o[(static_cast<size_t>(t) * 128 + 64) * kDim],
                              64 * kDim * 2))
         << t;
+}
+
+// Keys from an FP8 cache give the bits of the same keys in bf16; the codes are the nearest ones.
+TEST(SparseAttention, Fp8KeysGiveTheBitsOfTheirValuesSmall) {
+  for (const int heads : {64, 128}) {
+    const int rows = 150;
+    Problem p(odd_lists(60, rows, 4), heads, rows);
+    for (int r = 0; r < rows; ++r)  // rows of very different sizes
+      for (int c = 0; c < kDim; ++c)
+        p.kv[r * kDim + c] = __float2bfloat16(value(p.kv[r * kDim + c]) * std::ldexp(1.f, (r + c / 64) % 12 - 6));
+    std::vector<int> slot(rows);
+    for (int r = 0; r < rows; ++r) slot[r] = (r * 7 + 3) % rows;
+    Buffer<int> slots(slot);
+    Buffer<Bf16> keys(p.kv);
+    Buffer<uint8_t> cache(static_cast<size_t>(rows) * kFp8KeyBytes);
+    check(store_fp8_keys(keys.data, slots.data, rows, cache.data, nullptr));
+    const auto bytes = cache.host();
+    Problem widened = p;
+    for (int r = 0; r < rows; ++r)
+      for (int c = 0; c < kDim; ++c) {
+        const uint8_t* row = &bytes[static_cast<size_t>(slot[r]) * kFp8KeyBytes];
+        Bf16& key = widened.kv[static_cast<size_t>(slot[r]) * kDim + c];
+        const float original = value(p.kv[static_cast<size_t>(r) * kDim + c]);
+        if (c >= kFp8KeyCodes) {
+          std::memcpy(&key, row + kFp8KeyCodes + (c - kFp8KeyCodes) * 2, 2);
+          ASSERT_EQ(value(key), original);
+          continue;
+        }
+        __nv_fp8_e4m3 code;
+        code.__x = row[c];
+        const float scale = std::ldexp(1.f, row[kFp8KeyScales + c / 64] - 127);
+        key = __float2bfloat16(static_cast<float>(code) * scale);
+        ASSERT_EQ(value(key), static_cast<float>(code) * scale);  // exact
+        ASSERT_LE(std::abs(value(key) - original), std::abs(original) / 16 + scale * 0x1p-10);
+      }
+    Forward wide(widened), narrow(widened);
+    narrow.arguments.kv = cache.data, narrow.arguments.kv_fp8 = true;
+    narrow.o.poison(), narrow.lse.poison();
+    narrow.run();
+    EXPECT_TRUE(same_bits(wide.o.host(), narrow.o.host()) && same_bits(wide.lse.host(), narrow.lse.host())) << heads;
+  }
+}
+
+// The fused rotation gives the bits of the kernel that rotates outputs in place.
+TEST(SparseAttention, RotatesOutputsBackSmall) {
+  for (const int heads : {64, 128}) {
+    const Problem p(near_lists(40, 16, 20, 90), heads, 90);
+    Forward f(p);
+    std::vector<int> positions(p.queries);
+    std::vector<float> frequencies(32);
+    for (int t = 0; t < p.queries; ++t) positions[t] = 31 * t;
+    for (int j = 0; j < 32; ++j) frequencies[j] = std::pow(10000.f, -j / 32.f);
+    Buffer<int> position(positions);
+    Buffer<float> frequency(frequencies);
+    Buffer<float2> table(static_cast<size_t>(p.queries) * 32);
+    check(rotary_table(position.data, frequency.data, p.queries, table.data, nullptr));
+    check(rotate_tails(f.o.data, table.data, p.queries, heads, kDim, true, nullptr));
+    const auto apart = f.o.host();
+    f.arguments.rotation = table.data;
+    f.o.poison();
+    f.run();
+    EXPECT_TRUE(same_bits(f.o.host(), apart)) << heads;
+  }
 }
 
 __global__ void other_work(float* data, int count) {

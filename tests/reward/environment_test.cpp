@@ -5,8 +5,11 @@
 #include <cstdlib>
 #include <set>
 
+#include "base/files.h"
+#include "base/log.h"
 #include "process_testing.h"
 #include "reward/scorer.h"
+#include "support/temp_path.h"
 #include "testing.h"
 
 namespace plumb {
@@ -17,7 +20,7 @@ using testing::answering;
 using testing::error_of;
 using ::testing::HasSubstr;
 using testing::open_descriptors;
-using testing::processes_left;
+using testing::processes_left_after_killing;
 using testing::sample_of;
 using testing::shell_program;
 
@@ -25,7 +28,7 @@ class EnvironmentTest : public ::testing::Test {
  protected:
   void SetUp() override { descriptors_ = open_descriptors(); }
   void TearDown() override {
-    EXPECT_EQ(processes_left(), 0);
+    EXPECT_EQ(processes_left_after_killing(), 0);
     EXPECT_EQ(open_descriptors(), descriptors_);
   }
   int descriptors_ = 0;
@@ -105,7 +108,7 @@ TEST_F(EnvironmentTest, SessionsStayWithTheirProcess) {
 
 TEST_F(EnvironmentTest, AProcessThatEndsCostsItsSessionsAndNoOther) {
   for (const auto& [content, reason] : std::vector<std::pair<std::string, std::string>>{
-           {"crash", "exited with code 7"}, {"hang", "gave no answer within 0.3 s and was killed"}}) {
+           {"crash", "exited with code 7"}, {"hang", "gave no answer within 1 s and was killed"}}) {
     ProgramKeys keys = shell_program(answering(kTurns));
     keys.processes = 2;
     Environment environment(keys);
@@ -119,6 +122,20 @@ TEST_F(EnvironmentTest, AProcessThatEndsCostsItsSessionsAndNoOther) {
     const auto fresh = environment.open(sample_of(""), turn);
     EXPECT_EQ(error_of([&] { fresh->advance(said("done")); }), "");
   }
+}
+
+TEST_F(EnvironmentTest, AnAbandonedSessionIsToldAndNobodyWaits) {
+  const std::string closed = testing::temp_path("closed"), log = testing::temp_path("abandoned.log");
+  set_log_file(log);
+  Environment environment(shell_program(
+      answering("*abandoned*) echo closed > " + closed + R"(; echo "{\"id\":$id}" ;;)" + "\n" + kTurns)));
+  EnvironmentTurn turn;
+  environment.open(sample_of(""), turn);  // and dropped at once
+  const auto other = environment.open(sample_of(""), turn);
+  EXPECT_EQ(read_text(closed), "closed\n");  // the process takes one line after the other
+  EXPECT_EQ(other->advance(said("done")).done, true);
+  set_log_file("");
+  EXPECT_EQ(read_text(log), "");  // an answer that nobody wanted is no warning
 }
 
 TEST_F(EnvironmentTest, ExampleInShell) {

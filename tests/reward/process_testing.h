@@ -2,6 +2,7 @@
 #pragma once
 #include <unistd.h>
 
+#include <chrono>
 #include <filesystem>
 #include <fstream>
 #include <iterator>
@@ -28,10 +29,10 @@ done)";
 // Every process started with it can be found by this variable, also those that have changed their parent.
 inline std::string mark() { return "PLUMB_REWARD_TEST=" + std::to_string(getpid()); }
 
-// Limits of a program in a test: a warm process has 0.3 s, which only those that hang use up; a fresh one has time to
+// Limits of a program in a test: a warm process has 1 s, which only those that hang use up; a fresh one has time to
 // start on a busy machine.
 inline ProgramKeys shell_program(const std::string& script) {
-  ProgramKeys keys{.command = {"/bin/sh", "-c", script}, .time_limit = 0.3, .start_limit = 20, .restart_delay = 0.01};
+  ProgramKeys keys{.command = {"/bin/sh", "-c", script}, .time_limit = 1, .start_limit = 20, .restart_delay = 0.01};
   keys.environment["PLUMB_REWARD_TEST"] = std::to_string(getpid());
   return keys;
 }
@@ -50,6 +51,15 @@ inline int processes_left() {
         behind_name != std::string::npos && stat.substr(behind_name + 4).starts_with(std::to_string(getpid()) + " ");
     if (child || variables.find(mark()) != std::string::npos) ++count;
   }
+  return count;
+}
+
+// The same when there has been time to die: a group is killed at once, but what the program had started is not reaped
+// by this process, and goes a moment later.
+inline int processes_left_after_killing() {
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+  int count = processes_left();
+  while (count > 0 && std::chrono::steady_clock::now() < limit) count = processes_left();
   return count;
 }
 

@@ -93,6 +93,14 @@ headers = { Authorization = "token" }
   EXPECT_EQ(std::get<HttpKeys>(rewards[9].keys).headers.at("Authorization"), "token");
 }
 
+TEST(RewardConfig, Example) {
+  const std::string path = PLUMB_SOURCE_DIR "/examples/rewards/rewards.toml";
+  const auto rewards = parse_rewards(read_text(path), path).rewards;
+  ASSERT_EQ(rewards.size(), 3u);
+  EXPECT_EQ(rewards[1].name, "short");
+  EXPECT_EQ(rewards[2].weight, 0.5);
+}
+
 TEST(RewardConfig, Schemas) {
   const auto schema_of = [](const std::string& key) {
     const auto rewards = parse_rewards("[[reward]]\nkind = \"json_schema\"\n" + key, "run.toml").rewards;

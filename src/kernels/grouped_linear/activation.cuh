@@ -8,18 +8,6 @@
 
 namespace plumb::kernels {
 
-// min and max that keep a NaN.
-__device__ __forceinline__ float min_nan(float a, float b) {
-  float r;
-  asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-  return r;
-}
-__device__ __forceinline__ float max_nan(float a, float b) {
-  float r;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
-  return r;
-}
-
 // g / (1 + exp(-g)) * u * weight after the clamps, relative error below 2^-19 for |g| < 20: well under the bf16
 // rounding that follows. No contraction: explicit roundings make the bits independent of the surrounding code.
 __device__ __forceinline__ float swiglu(float g, float u, float limit, float weight) {

@@ -102,6 +102,11 @@ __device__ __forceinline__ void group_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Counts as there without waiting.
+__device__ __forceinline__ void group_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // Waits for the others and returns whether the condition held for all.
 __device__ __forceinline__ bool group_all(int id, int threads, bool condition) {
   uint32_t all;

@@ -122,8 +122,7 @@ struct Producer {
                    stage + (warp * 8 + lane) * kStageStride, kStageRow);
     bulk_commit();
     bulk_wait_read<0>();
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&s.stage_empty[warp]);
+    barrier_arrive(&s.stage_empty[warp]);
   }
 
   __device__ void run(int total, int stride) {
@@ -148,8 +147,7 @@ struct Producer {
         add_rows(entry, 1, half);
         if (half == 0) group_barrier(2, kThreads - kConsumers);  // the rows of all four warps are read: keys may follow
       }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&s.weights_empty);
+      barrier_arrive(&s.weights_empty);
       if (more && walk.block == 0) {
         load_inputs(walk.index);
         publish<0>(&s.inputs_full);
@@ -218,10 +216,11 @@ struct Consumer {
 #pragma unroll
       for (int g = 0; g < 8; ++g)
         s.weights.exchange[g][thread] = make_float4(x[4 * g], x[4 * g + 1], x[4 * g + 2], x[4 * g + 3]);
-      group_barrier(1, kConsumers);
+    }
+    group_barrier(1, kConsumers);
+    if (group == 0) {
       store_weights(shared_address(s.weights.p), x);
     } else {
-      group_barrier(1, kConsumers);
 #pragma unroll
       for (int g = 0; g < 8; ++g) {
         const float4 weight = s.weights.exchange[g][thread];
@@ -279,8 +278,7 @@ struct Consumer {
 #pragma unroll
       for (int i = 0; i < 16; ++i)
         store_shared_8(mine + i * 32, __float_as_uint(x[4 * i + 2 * row]), __float_as_uint(x[4 * i + 2 * row + 1]));
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&s.stage_full[warp]);  // the proxy fence is the issuer's
+      barrier_arrive(&s.stage_full[warp]);  // the proxy fence is the issuer's
     }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {  // last: a fence would wait for these
@@ -309,7 +307,7 @@ struct Consumer {
               tile_descriptor(shared_address(s.keys[group]) + k * 2048, kPanelBytes), true);
         product_commit();
         product_wait<0>();
-        if (group == 0 && lane == 0) barrier_arrive(&s.left_empty);
+        if (group == 0) barrier_arrive(&s.left_empty);
 #pragma unroll 1
         for (int half = 0; half < 2; ++half) {
           float x[64];
@@ -317,7 +315,7 @@ struct Consumer {
           issue_dkv(x, half);
           product_wait<0>();
           pin(x);
-          if (half == 1 && block == count - 1 && lane == 0) barrier_arrive(&s.inputs_empty);
+          if (half == 1 && block == count - 1) barrier_arrive(&s.inputs_empty);
           group_barrier(1, kConsumers);  // all have read what lies where this half is staged
           stage_rows(x, half);
         }
@@ -338,16 +336,16 @@ __global__ void __launch_bounds__(kThreads, 1) backward_kernel(const __grid_cons
   if (!w.control->run) return;
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
-  if (threadIdx.x == 0) {  // arrivals are one a warp
+  if (threadIdx.x == 0) {  // every thread arrives: one lane for its warp costs as much, and race checkers lose track
     s.fixed_scale = w.control->scale;
-    barrier_init(&s.inputs_full, 4);
-    barrier_init(&s.inputs_empty, 8);
-    barrier_init(&s.left_empty, 4);
-    barrier_init(&s.weights_empty, 4);
-    for (int i = 0; i < 2; ++i) barrier_init(&s.keys_full[i], 4);
+    barrier_init(&s.inputs_full, 128);
+    barrier_init(&s.inputs_empty, 256);
+    barrier_init(&s.left_empty, 128);
+    barrier_init(&s.weights_empty, 128);
+    for (int i = 0; i < 2; ++i) barrier_init(&s.keys_full[i], 128);
     for (int pair = 0; pair < 4; ++pair) {
-      barrier_init(&s.stage_full[pair], 2);
-      barrier_init(&s.stage_empty[pair], 1);
+      barrier_init(&s.stage_full[pair], 64);
+      barrier_init(&s.stage_empty[pair], 32);
     }
     barrier_init_fence();
   }

@@ -6,9 +6,12 @@
 //   warpgroups 2, 3   producers. They gather Q and the key rows, 16 bytes a copy, the left half of the columns first:
 //                     scores can start on it, and each half is free again when its warpgroup has added the block.
 // V is the same shared-memory block as K, read with its rows contracted.
+#include <cuda_fp8.h>
+
 #include <algorithm>
 #include <type_traits>
 
+#include "kernels/hopper/numbers.cuh"
 #include "kernels/sparse_attention/tile.cuh"
 
 namespace plumb::kernels {
@@ -33,6 +36,47 @@ struct Shared {
 
 __device__ __forceinline__ int block_count(const Item& item) { return max(1, (item.length + kBlock - 1) / kBlock); }
 
+// Two e4m3 codes times a power of two, as a pair of bf16: exact.
+__device__ __forceinline__ uint32_t widen(uint16_t codes, float scale) {
+  const float2 v = __half22float2(__nv_cvt_fp8x2_to_halfraw2(codes, __NV_E4M3));
+  return pack_bf16(v.x * scale, v.y * scale);
+}
+
+// gather_rows for FP8 keys: 256 columns of eight rows, widened on the way. entry: of lane & 7.
+__device__ __forceinline__ void gather_fp8_rows(uint8_t* panels, int first_row, int half, const uint8_t* kv,
+                                                int entry) {
+  constexpr int kTogether = 4;
+  const int lane = threadIdx.x & 31;
+  const uint32_t base = shared_address(panels) + (lane >> 3) * kPanelBytes + first_row * 128;
+  const bool rotated = half == 1 && lane >= 24;  // these eight channels are bf16
+#pragma unroll
+  for (int first = 0; first < 8; first += kTogether) {
+    uint2 codes[kTogether];
+    uint32_t exponent[kTogether];
+#pragma unroll
+    for (int r = 0; r < kTogether; ++r) {
+      const int row = __shfl_sync(~0u, entry, first + r);
+      const uint8_t* key = kv + static_cast<size_t>(max(row, 0)) * kFp8KeyBytes;
+      codes[r] = make_uint2(0, 0), exponent[r] = 0;
+      if (rotated) {
+        copy16(base + swizzled(first + r, lane & 7), key + kFp8KeyCodes + (lane - 24) * 16, row >= 0 ? 16 : 0);
+      } else if (row >= 0) {
+        codes[r] = __ldg(reinterpret_cast<const uint2*>(key + half * 256) + lane);
+        exponent[r] = __ldg(key + kFp8KeyScales + half * 4 + (lane >> 3));
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kTogether; ++r) {
+      const float scale = __uint_as_float(exponent[r] << 23);
+      if (!rotated)
+        store_shared_16(base + swizzled(first + r, lane & 7),
+                        make_uint4(widen(codes[r].x & 0xffff, scale), widen(codes[r].x >> 16, scale),
+                                   widen(codes[r].y & 0xffff, scale), widen(codes[r].y >> 16, scale)));
+    }
+  }
+}
+
+template <bool kFp8>
 __device__ __forceinline__ void produce(Shared& s, const SparseAttentionForward& p, int items) {
   const int tiles = p.heads / kTileHeads;
   const int warp = (threadIdx.x - kConsumers) >> 5, lane = threadIdx.x & 31, first_row = warp * 8;
@@ -64,11 +108,14 @@ __device__ __forceinline__ void produce(Shared& s, const SparseAttentionForward&
           left_published = true;
         }
         barrier_wait(&s.keys_empty[buffer][half], parity);
-        gather_rows<8, kPanelBytes>(s.keys[buffer][half], first_row, [&](int r, bool& is_key) {
-          const int row = __shfl_sync(~0u, mine, r);
-          is_key = row >= 0;
-          return kv + static_cast<size_t>(max(row, 0)) * kRowBytes + half * 512;
-        });
+        if constexpr (kFp8)
+          gather_fp8_rows(s.keys[buffer][half], first_row, half, kv, mine);
+        else
+          gather_rows<8, kPanelBytes>(s.keys[buffer][half], first_row, [&](int r, bool& is_key) {
+            const int row = __shfl_sync(~0u, mine, r);
+            is_key = row >= 0;
+            return kv + static_cast<size_t>(max(row, 0)) * kRowBytes + half * 512;
+          });
         copy_commit();
         if (half == 0) {
           if (lane == 0) s.present[buffer][warp] = static_cast<uint8_t>(present);
@@ -176,6 +223,24 @@ __device__ __forceinline__ void hide_absent(float (&scores)[32], const uint8_t (
   }
 }
 
+// Output columns 448 to 511, the last 64 of warpgroup 1, rotated back by the angles of the query: scaled and rounded to
+// bf16 first, as an output that is rotated by a kernel of its own would be.
+__device__ __forceinline__ void rotate_back(float (&o)[64], const float (&factor)[2], const void* table, int query) {
+  const float2* angle = static_cast<const float2*>(table) + static_cast<size_t>(query) * 32 + (threadIdx.x & 3);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float2 turn = __ldg(angle + 4 * i);  // cos and sin of pair 4 i + quad
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float &even = o[32 + 4 * i + 2 * half], &odd = o[32 + 4 * i + 2 * half + 1];
+      const uint32_t pair = pack_bf16(even * factor[half], odd * factor[half]);
+      const float e = low_bf16(pair), f = high_bf16(pair);
+      even = __fmul_rn(e, turn.x) + __fmul_rn(f, turn.y);
+      odd = __fmul_rn(f, turn.x) - __fmul_rn(e, turn.y);
+    }
+  }
+}
+
 __device__ __forceinline__ void consume(Shared& s, const SparseAttentionForward& p, int items) {
   const int tiles = p.heads / kTileHeads;
   const int group = threadIdx.x >> 7, other = group ^ 1, lane = threadIdx.x & 31, quad = lane & 3;
@@ -207,7 +272,7 @@ __device__ __forceinline__ void consume(Shared& s, const SparseAttentionForward&
       softmax.reference[half] = softmax.own_reference[half] = -INFINITY;
       softmax.sum[half] = 0.f;
     }
-    if (first_own >= blocks && lane == 0) barrier_arrive(&s.q_empty);
+    if (first_own >= blocks) barrier_arrive(&s.q_empty);
     for (int b = first_own; b < blocks; b += 2) {
       const uint32_t parity = ((first_block + b) >> 1) & 1;
       const bool first = b == first_own;
@@ -226,7 +291,7 @@ __device__ __forceinline__ void consume(Shared& s, const SparseAttentionForward&
           add_block_of_other(first_block + b - 1, b == 1);
           product_wait<0>();
           pin(o[0]), pin(o[1]);
-          if (lane == 0) barrier_arrive(&s.keys_empty[other][group]);
+          barrier_arrive(&s.keys_empty[other][group]);
         }
       }
       float scores[32];
@@ -245,7 +310,7 @@ __device__ __forceinline__ void consume(Shared& s, const SparseAttentionForward&
         product_wait<0>();
       }
       pin(scores);
-      if (b + 2 >= blocks && lane == 0) barrier_arrive(&s.q_empty);
+      if (b + 2 >= blocks) barrier_arrive(&s.q_empty);
       hide_absent(scores, s.present[group]);
       float to[2], factor[2];
 #pragma unroll
@@ -272,7 +337,7 @@ __device__ __forceinline__ void consume(Shared& s, const SparseAttentionForward&
       }
       product_wait<0>();  // the other's block
       pin(o[0]), pin(o[1]);
-      if (b > 0 && scores_first && lane == 0) barrier_arrive(&s.keys_empty[other][group]);
+      if (b > 0 && scores_first) barrier_arrive(&s.keys_empty[other][group]);
       const uint32_t tile = shared_address(s.weights[group]);
 #pragma unroll
       for (int g = 0; g < 8; ++g) {
@@ -281,20 +346,19 @@ __device__ __forceinline__ void consume(Shared& s, const SparseAttentionForward&
       }
       if (quad == 0) s.reference[group][row] = to[0], s.reference[group][row + 8] = to[1];
       async_proxy_fence();
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&s.weights_full[group]);
+      barrier_arrive(&s.weights_full[group]);
       if (b > 0) rescale_rows(o, factor);
       product_fence();
       issue_values(o, weights, shared_address(s.keys[group][group]));
       product_wait<0>();
       pin(o[0]), pin(o[1]);
-      if (lane == 0) barrier_arrive(&s.keys_empty[group][group]);
+      barrier_arrive(&s.keys_empty[group][group]);
     }
     if (((first_block + blocks - 1) & 1) == other) {  // the last block was the other's
       add_block_of_other(first_block + blocks - 1, blocks == 1);
       product_wait<0>();
       pin(o[0]), pin(o[1]);
-      if (lane == 0) barrier_arrive(&s.keys_empty[other][group]);
+      barrier_arrive(&s.keys_empty[other][group]);
     }
 
     float(&sums)[2][kTileHeads] = s.sums[item_number & 1];
@@ -320,26 +384,31 @@ __device__ __forceinline__ void consume(Shared& s, const SparseAttentionForward&
       if (group == 0 && quad == 0)
         p.lse[static_cast<size_t>(index) * kTileHeads + head] = (common + __log2f(denominator)) * kLn2;
     }
+    const bool rotated = p.rotation != nullptr && group == 1;
+    if (rotated) rotate_back(o[1], factor, p.rotation, index >> (tiles - 1));
     __nv_bfloat16* out =
         static_cast<__nv_bfloat16*>(p.o) + (static_cast<size_t>(index) * kTileHeads + row) * kDim + group * (kDim / 2);
     store_rows_bf16<16>(o[0], factor[0], factor[1], out, 8 * kDim);
-    store_rows_bf16<16>(o[1], factor[0], factor[1], out + 128, 8 * kDim);
+    store_rows_bf16<8>(o[1], factor[0], factor[1], out + 128, 8 * kDim);
+    store_rows_bf16<8>(o[1] + 32, rotated ? 1.f : factor[0], rotated ? 1.f : factor[1], out + 192, 8 * kDim);
     first_block += blocks;
     blocks = next_blocks;
   }
 }
 
+template <bool kFp8>
 __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_constant__ SparseAttentionForward p) {
+  constexpr int kProducerRegisters = kFp8 ? 56 : 48;  // of the 2 * 128 that a producer and a consumer share
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
   if (threadIdx.x == 0) {
-    barrier_init(&s.q_full, 8);
-    barrier_init(&s.q_empty, 8);  // arrivals are one a warp: 8 consumer warps
+    barrier_init(&s.q_full, 256);
+    barrier_init(&s.q_empty, 256);  // every thread arrives, see backward.cu
     for (int i = 0; i < 2; ++i) {
-      barrier_init(&s.weights_full[i], 4);
+      barrier_init(&s.weights_full[i], 128);
       for (int half = 0; half < 2; ++half) {
-        barrier_init(&s.keys_full[i][half], 8);
-        barrier_init(&s.keys_empty[i][half], 4);  // the warpgroup that reads this half as values; scores come before
+        barrier_init(&s.keys_full[i][half], 256);
+        barrier_init(&s.keys_empty[i][half], 128);  // the warpgroup that reads this half as values; scores come before
       }
     }
     barrier_init_fence();
@@ -347,10 +416,10 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
   __syncthreads();
   const int items = p.queries * (p.heads / kTileHeads);
   if (threadIdx.x >= kConsumers) {
-    give_registers<48>();
-    produce(s, p, items);
+    give_registers<kProducerRegisters>();
+    produce<kFp8>(s, p, items);
   } else {
-    take_registers<208>();
+    take_registers<256 - kProducerRegisters>();
     consume(s, p, items);
   }
 }
@@ -362,11 +431,11 @@ cudaError_t sparse_attention_forward(const SparseAttentionForward& p, cudaStream
   using namespace attention;
   if (p.queries < 0 || (p.heads != 64 && p.heads != 128) || !(p.scale > 0)) return cudaErrorInvalidValue;
   if (p.queries == 0) return cudaSuccess;
-  const cudaError_t error =
-      cudaFuncSetAttribute(forward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
+  const auto kernel = p.kv_fp8 ? forward_kernel<true> : forward_kernel<false>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
   if (error != cudaSuccess) return error;
   const int items = p.queries * (p.heads / kTileHeads);
-  forward_kernel<<<std::min(multiprocessors(), items), kThreads, sizeof(Shared), stream>>>(p);
+  kernel<<<std::min(multiprocessors(), items), kThreads, sizeof(Shared), stream>>>(p);
   return cudaGetLastError();
 }
 

@@ -23,11 +23,16 @@ struct KeyLists {
   const int* row;    // [begin[queries]], rows of kv (not checked); -1 = no key
 };
 
+// A key row of a cache: 448 e4m3 codes, the 64 rotated channels as bf16, seven scale exponents (scale = 2^(byte - 127),
+// one for 64 codes), zeros up to 592 bytes. Keys that went through that storage form have the same bits here as in
+// bf16, and so has what is computed from them.
+constexpr int kFp8KeyBytes = 592, kFp8KeyCodes = 448, kFp8KeyScales = 576;
+
 // Pointers are to device memory, aligned to 16 bytes; "bf16" pointers are untyped, so that callers need no CUDA header
 // types.
 struct SparseAttentionForward {
   const void* q;      // bf16 [queries, heads, 512]
-  const void* kv;     // bf16 [rows, 512]
+  const void* kv;     // bf16 [rows, 512], or with kv_fp8 [rows] of kFp8KeyBytes
   KeyLists lists;     // of the queries
   const float* sink;  // [heads], natural logarithm
   void* o;            // bf16 [queries, heads, 512], written
@@ -35,6 +40,11 @@ struct SparseAttentionForward {
   int queries;        // may be 0
   int heads;          // 64 or 128
   float scale;        // > 0, usually 512^-1/2
+  // Rotary table of the queries (kernels/rotary): the last 64 channels of the outputs are rotated back, from bf16 to
+  // bf16. null: they are not. The backward pass takes o and d_o as they are here, o . d_o being the same either way, if
+  // d_o has been rotated forth.
+  const void* rotation = nullptr;
+  bool kv_fp8 = false;
 };
 
 struct SparseAttentionBackward {
@@ -55,6 +65,10 @@ struct SparseAttentionBackward {
   int rows;           // rows of kv
   float scale;        // > 0
 };
+
+// Keys, bf16 [rows, 512], into rows slot[r] (null: r) of a cache of kFp8KeyBytes a row. Codes are the nearest ones
+// under the smallest power-of-two scale at or above max(|x|, 1e-4) / 448 of their 64 channels.
+cudaError_t store_fp8_keys(const void* keys, const int* slot, int rows, void* cache, cudaStream_t stream);
 
 // Both enqueue on the stream and return at once. They return cudaErrorInvalidValue for arguments outside the ranges
 // above, and otherwise what the launch returned.

@@ -63,8 +63,7 @@ template <int kPending>
 __device__ __forceinline__ void publish(uint64_t* barrier) {
   hopper::copy_wait<kPending>();
   hopper::async_proxy_fence();
-  __syncwarp();
-  if ((threadIdx.x & 31) == 0) hopper::barrier_arrive(barrier);
+  hopper::barrier_arrive(barrier);
 }
 
 __device__ __forceinline__ float exp2_fast(float x) {

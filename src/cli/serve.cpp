@@ -1,0 +1,176 @@
+// plumb serve: the HTTP server.
+#include "serve/server.h"
+
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <CLI/CLI.hpp>
+#include <cstdio>
+#include <ctime>
+#include <filesystem>
+
+#include "base/error.h"
+#include "base/files.h"
+#include "base/log.h"
+#include "cli/commands.h"
+#include "cli/session.h"
+#include "model/adapter_files.h"
+#include "rollout/cache_size.h"
+#include "serve/auth.h"
+
+namespace plumb::cli {
+namespace {
+
+struct Arguments {
+  ModelArguments model;
+  std::vector<std::string> adapters;  // NAME=DIR
+  std::string served_name, keys_file, port_file;
+  serve::ServerOptions server;
+  size_t memory = size_t{1} << 30;
+  int max_queue = 2048, max_positions = 0, default_tokens = 0;
+  int max_choices = 128, max_logprobs = 20;
+  bool strict_fields = false;
+  double timeout = 600, grace = 10, keep_alive = 10;
+};
+
+std::chrono::milliseconds milliseconds(double seconds) {
+  return std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000));
+}
+
+// As many open files as the system allows: each connection is one.
+void raise_file_limit() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  limit.rlim_cur = limit.rlim_max;
+  setrlimit(RLIMIT_NOFILE, &limit);
+}
+
+std::string folder_name(const std::string& folder) {
+  const std::filesystem::path path = std::filesystem::absolute(folder).lexically_normal();
+  return (path.has_filename() ? path : path.parent_path()).filename().string();
+}
+
+std::shared_ptr<AdapterRegistry> load_adapters(const Arguments& a, const std::string& base, const ModelConfig& config) {
+  auto registry = std::make_shared<AdapterRegistry>();
+  for (const std::string& pair : a.adapters) {
+    const size_t equals = pair.find('=');
+    if (equals == 0 || equals == std::string::npos || equals + 1 == pair.size())
+      throw UsageError("--adapter", "'" + pair + "' is not NAME=DIR",
+                       "for example --adapter labels=runs/labels/adapter");
+    const std::string name = pair.substr(0, equals);
+    if (name == base) throw UsageError("--adapter", "'" + name + "' is the base model's name", "choose another one");
+    registry->publish(name, load_adapter(pair.substr(equals + 1), config));
+  }
+  return registry;
+}
+
+serve::ServedModel served_model(const Arguments& a, const ModelSession& s) {
+  const ModelConfig& config = s.weights->model;
+  const std::string name = a.served_name.empty() ? folder_name(s.folder) : a.served_name;
+  serve::ServedModel m{
+      name, config, s.text(), chat_tokenizer(s.text()), s.chat, stop_tokens(s), load_adapters(a, name, config)};
+  m.created = std::time(nullptr);
+  m.max_positions = config.max_position_embeddings;
+  if (a.max_positions > 0) m.max_positions = std::min(m.max_positions, a.max_positions);
+  m.default_tokens = a.default_tokens;
+  m.max_choices = a.max_choices, m.max_logprobs = a.max_logprobs;
+  m.strict_fields = a.strict_fields;
+  return m;
+}
+
+void serve_model(Arguments& a) {
+  raise_file_limit();
+  const ModelSession s = open_model(a.model);
+  serve::ServedModel model = served_model(a, s);
+  serve::ServerOptions& o = a.server;
+  o.engine.numerics = s.numerics;
+  o.engine.tokenizer = s.tokenizer;
+  fit_cache(o.engine, s.weights->model, static_cast<int64_t>(a.memory), model.max_positions);
+  o.engine.token_budget = o.engine.max_running + 4 * o.engine.prefill_chunk;
+  o.queue.max_open = o.engine.max_running + a.max_queue;
+  o.queue.timeout = milliseconds(a.timeout);
+  o.http.quiet = milliseconds(a.keep_alive), o.http.grace = milliseconds(a.grace);
+  o.http.signals = true;
+  o.service.version = kVersion;
+  if (!a.keys_file.empty()) o.service.keys = serve::read_keys(a.keys_file);
+
+  const std::string name = model.name;
+  serve::Server server(*s.weights, std::move(model), o);
+  const bool v6 = o.http.host.find(':') != std::string::npos;
+  const std::string address = fmt::format("http://{}:{}", v6 ? "[" + o.http.host + "]" : o.http.host, server.port());
+  if (o.service.keys.empty() && o.http.host != "127.0.0.1" && o.http.host != "::1")
+    log_warning("{} is open to everybody who reaches it; --api-keys FILE asks for a key", address);
+  if (!a.port_file.empty()) write_text(a.port_file, std::to_string(server.port()) + "\n");
+  log_info("serving {} at {}", name, address);
+  server.run();
+  log_info("stopped");
+}
+
+}  // namespace
+
+std::function<void()> setup_serve(CLI::App& app) {
+  auto a = std::make_shared<Arguments>();
+  app.footer(
+      "Speaks plain HTTP: leave TLS to a proxy in front of it. SIGINT and SIGTERM stop it after the answers that are\n"
+      "being written. Routes: docs/serve.md.");
+  add_model_options(app, a->model);
+  app.remove_option(app.get_option("--adapter"));
+  app.add_option("--adapter", a->adapters, "NAME=DIR: a LoRA adapter and the model name that it is asked for by");
+  app.add_option("--served-model-name", a->served_name, "name of the base model (default: that of its folder)");
+
+  auto& http = a->server.http;
+  http.port = 8000;
+  const std::string network = "Network";
+  app.add_option("--host", http.host, "IP address to listen on; 0.0.0.0 or :: for all")->group(network);
+  app.add_option("--port", http.port, "0 = the system picks one")->check(CLI::Range(0, 65535))->group(network);
+  app.add_option("--port-file", a->port_file, "written with the port once the server listens")->group(network);
+  app.add_option("--api-keys", a->keys_file, "file of keys, one a line; without it nobody is asked")->group(network);
+  app.add_option("--max-connections", http.max_connections, "more are answered with 503")
+      ->check(CLI::PositiveNumber)
+      ->group(network);
+  app.add_option("--max-body", http.max_body, "bytes of a request's body, also with a suffix: 32MB")
+      ->transform(CLI::AsSizeValue(false))
+      ->group(network);
+  app.add_option("--keep-alive", a->keep_alive, "seconds of silence after which a stream says that it lives")
+      ->check(CLI::PositiveNumber)
+      ->group(network);
+  app.add_option("--grace", a->grace, "seconds for answers that are being written when the server is stopped")
+      ->check(CLI::NonNegativeNumber)
+      ->group(network);
+
+  auto& engine = a->server.engine;
+  const std::string limits = "Engine and limits";
+  app.add_option("--memory", a->memory, "bytes of the cache, also with a suffix: 8GB")
+      ->transform(CLI::AsSizeValue(false))
+      ->group(limits);
+  app.add_option("--max-running", engine.max_running, "answers that are written side by side")
+      ->check(CLI::Range(1, 4096))
+      ->group(limits);
+  app.add_option("--prefill-chunk", engine.prefill_chunk, "prompt tokens of one request in a step")
+      ->check(CLI::PositiveNumber)
+      ->group(limits);
+  app.add_option("--max-queue", a->max_queue, "answers that wait; more are refused with 429")
+      ->check(CLI::NonNegativeNumber)
+      ->group(limits);
+  app.add_option("--max-model-len", a->max_positions, "tokens of prompt and answer together, 0 = as the model allows")
+      ->check(CLI::NonNegativeNumber)
+      ->group(limits);
+  app.add_option("--default-max-tokens", a->default_tokens,
+                 "tokens of an answer when the request does not say, 0 = as long as it fits")
+      ->check(CLI::NonNegativeNumber)
+      ->group(limits);
+  app.add_option("--max-choices", a->max_choices, "answers to one request (n)")
+      ->check(CLI::PositiveNumber)
+      ->group(limits);
+  app.add_option("--max-logprobs", a->max_logprobs, "likely tokens that a request may ask for with each token")
+      ->check(CLI::NonNegativeNumber)
+      ->group(limits);
+  app.add_option("--timeout", a->timeout, "seconds for an answer, from its request; 0 = no limit")
+      ->check(CLI::NonNegativeNumber)
+      ->group(limits);
+  app.add_flag("--strict-fields", a->strict_fields, "refuse requests with unknown fields instead of ignoring them")
+      ->group(limits);
+  return [a] { serve_model(*a); };
+}
+
+}  // namespace plumb::cli

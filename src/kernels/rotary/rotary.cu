@@ -1,0 +1,416 @@
+// Bound by memory. A vector of 512 belongs to a warp, one of 128 to half a warp: eight neighbouring channels a lane, so
+// that norms, Hadamard transform and scales are shuffles. A warp has several vectors in flight.
+#include "kernels/rotary/rotary.h"
+
+#include "kernels/hopper/vectors.cuh"
+
+namespace plumb::kernels {
+namespace rotary {
+namespace {
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kPairs = kRotaryChannels / 2;
+
+// kTogether: vectors that a group of lanes has in flight; 1 where there are too few to fill the GPU.
+template <int kWidth, int kTogether>
+struct Layout {
+  static constexpr int kLanes = kWidth == 512 ? 32 : 16;  // of a vector
+  static constexpr int kPieces = kWidth / 8 / kLanes;     // of eight channels; piece i of lane l: 8 (i kLanes + l)
+  static constexpr int kGroups = kThreads / kLanes;       // of a block
+  static constexpr int kBlockVectors = kGroups * kTogether;
+};
+
+// ---- arithmetic on a lane's channels ----
+template <int kLanes>
+__device__ __forceinline__ float group_sum(float x) {
+#pragma unroll
+  for (int step = kLanes / 2; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
+  return x;
+}
+
+// Four pairs, two a float4 of the table. direction: 1 forth, -1 back.
+__device__ __forceinline__ void rotate_eight(float (&v)[8], const float2* angle, float direction) {
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const float4 a = __ldg(reinterpret_cast<const float4*>(angle + i));
+    const float cosine[2] = {a.x, a.z}, sine[2] = {a.y * direction, a.w * direction};
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const float even = v[2 * (i + k)], odd = v[2 * (i + k) + 1];
+      v[2 * (i + k)] = __fmul_rn(even, cosine[k]) - __fmul_rn(odd, sine[k]);
+      v[2 * (i + k) + 1] = __fmul_rn(even, sine[k]) + __fmul_rn(odd, cosine[k]);
+    }
+  }
+}
+
+// Sylvester order, times 128^-1/2, over 16 lanes.
+__device__ __forceinline__ void hadamard_128(float (&v)[8]) {
+#pragma unroll
+  for (int half = 1; half < 8; half *= 2)
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (!(i & half)) {
+        const float a = v[i], b = v[i + half];
+        v[i] = a + b, v[i + half] = a - b;
+      }
+#pragma unroll
+  for (int step = 1; step < 16; step *= 2) {
+    const float sign = threadIdx.x & step ? -1.f : 1.f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = fmaf(v[i], sign, __shfl_xor_sync(~0u, v[i], step));  // other +- own
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) v[i] *= 0.08838834764831845f;
+}
+
+// The largest magnitude of kLanes neighbouring lanes' channels, infinity for a NaN.
+template <int kLanes>
+__device__ __forceinline__ float largest(const float (&v)[8]) {
+  uint32_t top = 0;  // magnitudes order like their bits, NaN last
+#pragma unroll
+  for (int i = 0; i < 8; ++i) top = max(top, __float_as_uint(v[i]) & 0x7fffffffu);
+#pragma unroll
+  for (int step = kLanes / 2; step; step /= 2) top = max(top, __shfl_xor_sync(~0u, top, step));
+  return __uint_as_float(min(top, 0x7f800000u));
+}
+
+// The smallest power of two at or above x; x is normal.
+__device__ __forceinline__ float power_above(float x) {
+  return __uint_as_float((__float_as_uint(x) + 0x007fffffu) & 0x7f800000u);
+}
+
+// Replaces the channels by the nearest values that the format can hold of them: kBits bits behind the leading one,
+// magnitudes up to `limit`, smallest binade `lowest`, all times `scale`. A block whose largest magnitude `top` is
+// infinite becomes NaN.
+template <int kBits>
+__device__ __forceinline__ void quantise(float (&v)[8], float scale, float limit, float lowest, float top) {
+  const float inverse = inverse_of_power(scale), back = top < INFINITY ? scale : NAN;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float magnitude = fminf(fabsf(v[i] * inverse), limit);
+    // 1.5 * 2^23 grid steps: adding them leaves no bits below the step, rounded to nearest even by the addition itself.
+    const uint32_t binade = __float_as_uint(fmaxf(magnitude, lowest)) & 0x7f800000u;
+    const float steps = __uint_as_float(binade + (((23 - kBits) << 23) | 0x00400000));
+    v[i] = copysignf(__fsub_rn(__fadd_rn(magnitude, steps), steps), v[i]) * back;
+  }
+}
+__device__ __forceinline__ void store_as_fp8(float (&v)[8]) {  // eight lanes: 64 channels
+  const float top = largest<8>(v);
+  quantise<3>(v, power_above(__fmul_rn(fmaxf(top, 1e-4f), 1.0f / 448.0f)), 448.0f, 0x1p-6f, top);
+}
+__device__ __forceinline__ void store_as_fp4(float (&v)[8]) {  // four lanes: 32 channels
+  const float top = largest<4>(v);
+  quantise<1>(v, power_above(__fmul_rn(fmaxf(top, 6 * 0x1p-126f), 1.0f / 6.0f)), 6.0f, 1.0f, top);
+}
+__device__ __forceinline__ void round_eight(float (&v)[8]) { unpack(pack(v), v); }
+
+// ---- kernels ----
+__global__ void __launch_bounds__(kThreads)
+    table_kernel(const int* position, const float* frequency, int count, float2* table) {
+  const int i = blockIdx.x * kThreads + threadIdx.x;
+  if (i >= count) return;
+  const double angle = __fmul_rn(static_cast<float>(position[i / kPairs]), frequency[i % kPairs]);
+  double sine, cosine;
+  sincos(angle, &sine, &cosine);
+  table[i] = make_float2(static_cast<float>(cosine), static_cast<float>(sine));
+}
+
+template <int kWidth, VectorNorm kNorm, VectorStorage kStorage, int kTogether>
+__global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant__ FinishVectors p) {
+  using L = Layout<kWidth, kTogether>;
+  const int group = threadIdx.x / L::kLanes, lane = threadIdx.x % L::kLanes;
+  const int64_t count = static_cast<int64_t>(p.rows) * p.vectors;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * L::kBlockVectors + group;
+  uint4 in[kTogether][L::kPieces];
+#pragma unroll
+  for (int t = 0; t < kTogether; ++t) {
+    const int64_t vector = first + t * L::kGroups;
+    if (vector < count)
+#pragma unroll
+      for (int i = 0; i < L::kPieces; ++i)
+        in[t][i] = __ldcs(static_cast<const uint4*>(p.x) + vector * (kWidth / 8) + i * L::kLanes + lane);
+  }
+#pragma unroll
+  for (int t = 0; t < kTogether; ++t) {
+    const int64_t vector = first + t * L::kGroups;
+    if (__all_sync(~0u, vector >= count)) return;
+    const bool exists = vector < count;
+    const int row = exists ? static_cast<int>(vector / p.vectors) : 0;
+    float v[L::kPieces][8], square = 0;
+#pragma unroll
+    for (int i = 0; i < L::kPieces; ++i) {
+      unpack(exists ? in[t][i] : make_uint4(0, 0, 0, 0), v[i]);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) square = fmaf(v[i][k], v[i][k], square);
+    }
+    if constexpr (kNorm != VectorNorm::none) {
+      const float rho = inverse_rms(group_sum<L::kLanes>(square), kWidth, p.eps);
+#pragma unroll
+      for (int i = 0; i < L::kPieces; ++i) {
+        float w[8];
+        if constexpr (kNorm == VectorNorm::weighted) load_eight(p.weight + 8 * (i * L::kLanes + lane), w);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+          v[i][k] *= rho;
+          if constexpr (kNorm == VectorNorm::weighted) v[i][k] *= w[k];
+        }
+        round_eight(v[i]);
+      }
+    }
+    const bool tail = lane >= L::kLanes - 8;  // of the last piece
+    constexpr int kLast = L::kPieces - 1;
+    if (tail) {
+      rotate_eight(v[kLast],
+                   static_cast<const float2*>(p.table) + static_cast<size_t>(row) * kPairs + (lane + 8 - L::kLanes) * 4,
+                   1);
+      round_eight(v[kLast]);
+    }
+    if constexpr (kStorage == VectorStorage::fp8) {
+#pragma unroll
+      for (int i = 0; i < L::kPieces; ++i) {
+        float stored[8];
+#pragma unroll
+        for (int k = 0; k < 8; ++k) stored[k] = v[i][k];
+        store_as_fp8(stored);
+        if (i < kLast || !tail)
+#pragma unroll
+          for (int k = 0; k < 8; ++k) v[i][k] = stored[k];
+      }
+    }
+    if constexpr (kStorage == VectorStorage::fp4) {
+      hadamard_128(v[0]);
+      round_eight(v[0]);
+      store_as_fp4(v[0]);
+    }
+    if (!exists) continue;
+    const int64_t to = p.slot ? static_cast<int64_t>(__ldg(p.slot + row)) * p.vectors + vector % p.vectors : vector;
+#pragma unroll
+    for (int i = 0; i < L::kPieces; ++i)
+      static_cast<uint4*>(p.y)[to * (kWidth / 8) + i * L::kLanes + lane] = pack(v[i]);
+  }
+}
+
+constexpr int kBackwardRounds = 8;  // of a block: vectors whose d_weight it sums up, in units of Layout::kBlockVectors
+
+template <int kWidth, VectorNorm kNorm, VectorStorage kStorage, bool kWeight, int kBlockTogether>
+__global__ void __launch_bounds__(kThreads) finish_backward_kernel(const __grid_constant__ FinishVectorsBackward p) {
+  using L = Layout<kWidth, kBlockTogether>;
+  constexpr int kLast = L::kPieces - 1;
+  const int group = threadIdx.x / L::kLanes, lane = threadIdx.x % L::kLanes;
+  const int64_t count = static_cast<int64_t>(p.rows) * p.vectors;
+  float d_weight[L::kPieces][8] = {};
+#pragma unroll 1
+  for (int round = 0; round < (kWeight ? kBackwardRounds : 1); ++round) {
+    const int64_t first =
+        (static_cast<int64_t>(blockIdx.x) * (kWeight ? kBackwardRounds : 1) + round) * L::kBlockVectors + group;
+    // At a time; with a norm two inputs are in flight.
+    constexpr int kTogether = kNorm == VectorNorm::none || kBlockTogether == 1 ? kBlockTogether : kBlockTogether / 2;
+#pragma unroll 1
+    for (int part = 0; part < kBlockTogether; part += kTogether) {
+      uint4 ds[kTogether][L::kPieces], xs[kTogether][L::kPieces];
+#pragma unroll
+      for (int t = 0; t < kTogether; ++t) {
+        const int64_t vector = first + (part + t) * L::kGroups;
+#pragma unroll
+        for (int i = 0; i < L::kPieces; ++i) {
+          ds[t][i] = xs[t][i] = make_uint4(0, 0, 0, 0);
+          if (vector >= count) continue;
+          const size_t at = vector * (kWidth / 8) + i * L::kLanes + lane;
+          ds[t][i] = static_cast<const uint4*>(p.d_y)[at];
+          if constexpr (kNorm != VectorNorm::none) xs[t][i] = static_cast<const uint4*>(p.x)[at];
+        }
+      }
+#pragma unroll
+      for (int t = 0; t < kTogether; ++t) {
+        const int64_t vector = first + (part + t) * L::kGroups;
+        const int row = vector < count ? static_cast<int>(vector / p.vectors) : 0;
+        float d[L::kPieces][8], x[L::kPieces][8];
+#pragma unroll
+        for (int i = 0; i < L::kPieces; ++i) unpack(ds[t][i], d[i]), unpack(xs[t][i], x[i]);
+        if constexpr (kStorage == VectorStorage::fp4) hadamard_128(d[0]);  // its own transpose
+        if (lane >= L::kLanes - 8)
+          rotate_eight(
+              d[kLast],
+              static_cast<const float2*>(p.table) + static_cast<size_t>(row) * kPairs + (lane + 8 - L::kLanes) * 4, -1);
+        if constexpr (kNorm != VectorNorm::none) {
+          float square = 0, along = 0;
+#pragma unroll
+          for (int i = 0; i < L::kPieces; ++i) {
+            float w[8];
+            if constexpr (kNorm == VectorNorm::weighted) load_eight(p.weight + 8 * (i * L::kLanes + lane), w);
+#pragma unroll
+            for (int k = 0; k < 8; ++k) {
+              square = fmaf(x[i][k], x[i][k], square);
+              const float g = kNorm == VectorNorm::weighted ? w[k] * d[i][k] : d[i][k];
+              along = fmaf(g, x[i][k], along);
+            }
+          }
+          const float rho = inverse_rms(group_sum<L::kLanes>(square), kWidth, p.eps);
+          const float slope = group_sum<L::kLanes>(along) * rho * rho / static_cast<float>(kWidth);
+#pragma unroll
+          for (int i = 0; i < L::kPieces; ++i) {
+            float w[8];
+            if constexpr (kNorm == VectorNorm::weighted) load_eight(p.weight + 8 * (i * L::kLanes + lane), w);
+#pragma unroll
+            for (int k = 0; k < 8; ++k) {
+              if constexpr (kWeight) d_weight[i][k] = fmaf(d[i][k], x[i][k] * rho, d_weight[i][k]);
+              const float g = kNorm == VectorNorm::weighted ? w[k] * d[i][k] : d[i][k];
+              d[i][k] = rho * (g - x[i][k] * slope);
+            }
+          }
+        }
+        if (vector >= count) continue;
+#pragma unroll
+        for (int i = 0; i < L::kPieces; ++i)
+          static_cast<uint4*>(p.d_x)[vector * (kWidth / 8) + i * L::kLanes + lane] = pack(d[i]);
+      }
+    }
+  }
+  if constexpr (kWeight) {  // groups of lanes in order
+    __shared__ float sum[L::kGroups][kWidth];
+#pragma unroll
+    for (int i = 0; i < L::kPieces; ++i)
+#pragma unroll
+      for (int k = 0; k < 8; ++k) sum[group][8 * (i * L::kLanes + lane) + k] = d_weight[i][k];
+    __syncthreads();
+    for (int channel = threadIdx.x; channel < kWidth; channel += kThreads) {
+      float total = sum[0][channel];
+#pragma unroll
+      for (int g = 1; g < L::kGroups; ++g) total += sum[g][channel];
+      static_cast<float*>(p.workspace)[static_cast<size_t>(blockIdx.x) * kWidth + channel] = total;
+    }
+  }
+}
+
+__global__ void __launch_bounds__(64) add_blocks_kernel(const float* partial, int blocks, int width, float* d_weight) {
+  const int channel = blockIdx.x * 64 + threadIdx.x;
+  float sum = 0;
+#pragma unroll 16
+  for (int b = 0; b < blocks; ++b) sum += partial[static_cast<size_t>(b) * width + channel];
+  d_weight[channel] += sum;
+}
+
+// Eight lanes have the tail of a vector.
+__global__ void __launch_bounds__(kThreads)
+    rotate_kernel(uint4* x, const float2* table, int64_t count, int vectors, int width, float direction) {
+  const int64_t vector = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 8;
+  const int lane = threadIdx.x % 8;
+  if (vector >= count) return;
+  uint4& at = x[vector * (width / 8) + width / 8 - 8 + lane];
+  float v[8];
+  unpack(at, v);
+  rotate_eight(v, table + vector / vectors * kPairs + lane * 4, direction);
+  at = pack(v);
+}
+
+int blocks_for(int64_t vectors, int block_vectors) {
+  return static_cast<int>((vectors + block_vectors - 1) / block_vectors);
+}
+
+constexpr int64_t kManyVectors = 1 << 17;
+
+template <int kWidth, VectorNorm kNorm, VectorStorage kStorage>
+void launch_finish(const FinishVectors& p, cudaStream_t stream) {
+  const int64_t vectors = static_cast<int64_t>(p.rows) * p.vectors;
+  if (vectors < kManyVectors)
+    finish_kernel<kWidth, kNorm, kStorage, 1>
+        <<<blocks_for(vectors, Layout<kWidth, 1>::kBlockVectors), kThreads, 0, stream>>>(p);
+  else
+    finish_kernel<kWidth, kNorm, kStorage, 4>
+        <<<blocks_for(vectors, Layout<kWidth, 4>::kBlockVectors), kThreads, 0, stream>>>(p);
+}
+
+// Blocks that sum up d_weight take the same vectors whatever their number: the sum has one tree.
+constexpr int kWeightTogether = 2;
+
+template <int kWidth, VectorNorm kNorm, VectorStorage kStorage>
+void launch_backward(const FinishVectorsBackward& p, cudaStream_t stream) {
+  const int64_t vectors = static_cast<int64_t>(p.rows) * p.vectors;
+  if constexpr (kNorm == VectorNorm::weighted)
+    if (p.d_weight) {
+      const int blocks = blocks_for(vectors, Layout<kWidth, kWeightTogether>::kBlockVectors * kBackwardRounds);
+      finish_backward_kernel<kWidth, kNorm, kStorage, true, kWeightTogether><<<blocks, kThreads, 0, stream>>>(p);
+      add_blocks_kernel<<<kWidth / 64, 64, 0, stream>>>(static_cast<const float*>(p.workspace), blocks, kWidth,
+                                                        p.d_weight);
+      return;
+    }
+  if (vectors < kManyVectors)
+    finish_backward_kernel<kWidth, kNorm, kStorage, false, 1>
+        <<<blocks_for(vectors, Layout<kWidth, 1>::kBlockVectors), kThreads, 0, stream>>>(p);
+  else
+    finish_backward_kernel<kWidth, kNorm, kStorage, false, 4>
+        <<<blocks_for(vectors, Layout<kWidth, 4>::kBlockVectors), kThreads, 0, stream>>>(p);
+}
+
+// Calls f.template operator()<width, norm, storage>() for the combinations that the model has; false for others.
+template <class F>
+bool dispatch(int width, VectorNorm norm, VectorStorage storage, const F& f) {
+  using enum VectorNorm;
+  using S = VectorStorage;
+  if (width == 512 && norm == plain && storage == S::plain) return f.template operator()<512, plain, S::plain>(), true;
+  if (width == 512 && norm == weighted && storage == S::plain)
+    return f.template operator()<512, weighted, S::plain>(), true;
+  if (width == 512 && norm == weighted && storage == S::fp8)
+    return f.template operator()<512, weighted, S::fp8>(), true;
+  if (width == 128 && norm == none && storage == S::plain) return f.template operator()<128, none, S::plain>(), true;
+  if (width == 128 && norm == none && storage == S::fp4) return f.template operator()<128, none, S::fp4>(), true;
+  if (width == 128 && norm == weighted && storage == S::plain)
+    return f.template operator()<128, weighted, S::plain>(), true;
+  if (width == 128 && norm == weighted && storage == S::fp4)
+    return f.template operator()<128, weighted, S::fp4>(), true;
+  return false;
+}
+
+}  // namespace
+}  // namespace rotary
+
+cudaError_t rotary_table(const int* position, const float* frequency, int rows, void* table, cudaStream_t stream) {
+  using namespace rotary;
+  if (rows < 0) return cudaErrorInvalidValue;
+  if (rows == 0) return cudaSuccess;
+  const int count = rows * kPairs;
+  table_kernel<<<(count + kThreads - 1) / kThreads, kThreads, 0, stream>>>(position, frequency, count,
+                                                                           static_cast<float2*>(table));
+  return cudaGetLastError();
+}
+
+cudaError_t finish_vectors(const FinishVectors& p, cudaStream_t stream) {
+  if (p.rows < 0 || p.vectors < 1 || (p.norm == VectorNorm::weighted) != (p.weight != nullptr))
+    return cudaErrorInvalidValue;
+  if (p.rows == 0) return cudaSuccess;
+  const bool known = rotary::dispatch(
+      p.width, p.norm, p.storage,
+      [&]<int kWidth, VectorNorm kNorm, VectorStorage kS>() { rotary::launch_finish<kWidth, kNorm, kS>(p, stream); });
+  return known ? cudaGetLastError() : cudaErrorInvalidValue;
+}
+
+size_t finish_vectors_backward_workspace(int rows, int vectors, int width) {
+  const int block = width == 512 ? rotary::Layout<512, rotary::kWeightTogether>::kBlockVectors
+                                 : rotary::Layout<128, rotary::kWeightTogether>::kBlockVectors;
+  return sizeof(float) * width *
+         static_cast<size_t>(rotary::blocks_for(static_cast<int64_t>(rows) * vectors, block * rotary::kBackwardRounds));
+}
+
+cudaError_t finish_vectors_backward(const FinishVectorsBackward& p, cudaStream_t stream) {
+  if (p.rows < 0 || p.vectors < 1 || (p.norm == VectorNorm::weighted) != (p.weight != nullptr) ||
+      (p.d_weight && p.norm != VectorNorm::weighted) || (p.norm != VectorNorm::none && p.x == nullptr))
+    return cudaErrorInvalidValue;
+  if (p.rows == 0) return cudaSuccess;
+  const bool known = rotary::dispatch(
+      p.width, p.norm, p.storage,
+      [&]<int kWidth, VectorNorm kNorm, VectorStorage kS>() { rotary::launch_backward<kWidth, kNorm, kS>(p, stream); });
+  return known ? cudaGetLastError() : cudaErrorInvalidValue;
+}
+
+cudaError_t rotate_tails(void* x, const void* table, int rows, int vectors, int width, bool inverse,
+                         cudaStream_t stream) {
+  using namespace rotary;
+  if (rows < 0 || vectors < 1 || width < kRotaryChannels || width % 8 != 0) return cudaErrorInvalidValue;
+  if (rows == 0) return cudaSuccess;
+  const int64_t count = static_cast<int64_t>(rows) * vectors;
+  rotate_kernel<<<blocks_for(count, kThreads / 8), kThreads, 0, stream>>>(
+      static_cast<uint4*>(x), static_cast<const float2*>(table), count, vectors, width, inverse ? -1.f : 1.f);
+  return cudaGetLastError();
+}
+
+}  // namespace plumb::kernels
