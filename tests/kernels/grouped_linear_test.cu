@@ -12,6 +12,7 @@
 
 #include "grouped_linear_data.cuh"
 #include "kernels/grouped_linear/problem.cuh"
+#include "kernels/hopper/barrier.cuh"
 #include "kernels/hopper/wgmma_fp8.cuh"
 
 namespace plumb::kernels::grouped_linear {

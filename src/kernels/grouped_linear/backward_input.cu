@@ -258,10 +258,6 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
     const int rows = uniform(queue_read(m, item).rows);
     if (rows == 0) return;
     const int slabs = (rows > owner * kSlabRows) + (rows > (owner + 2) * kSlabRows);
-    if constexpr (kLowRank) {
-      const Tile tile = queue_read(m, item);
-      prepare_low_rank(p.low_rank, {tile.group, p.k_blocks * kBlock, tile.weight_tile * kBlock}, tile, place);
-    }
     if (slabs == 2)
       multiply_tile<2>(m, total, step, steps_of(p), owner, speaker);
     else if (slabs == 1)

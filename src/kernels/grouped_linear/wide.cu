@@ -342,10 +342,6 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
     for (int part = 0; part < M::kParts; ++part) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) total[0][i] = total[1][i] = partial[i] = 0.0f;  // partial: dead in the epilogue
-      if constexpr (kLowRank) {
-        const Tile tile = queue_read(m, item);
-        prepare_low_rank(p.low_rank, {tile.group, p.n, (tile.weight_tile * M::kParts + part) * kBlock}, tile, place);
-      }
       if (slabs > 0) wait_for(step, scale_step, tokens);
       // The waits for the next K block and the releases of this one stand in the shadow of the last slab's products:
       // between the products of two slabs there is little more than the 64 additions. From issue to use, products must

@@ -69,13 +69,6 @@ __device__ __forceinline__ void write_bf16(const M& m, const float (&total)[2][6
   }
 }
 
-// At the start of a tile, for add_low_rank at its end. A warp's 32 rows: one a lane.
-__device__ __forceinline__ void prepare_low_rank(const lora::LowRank& l, const lora::Outputs& outputs, const Tile& tile,
-                                                 const Place& place) {
-  const int token = place.first_row(place.lane / 16) + place.lane % 16;
-  lora::prepare(l, outputs, tile.first_row + min(token, tile.rows - 1), place.warp * 32 + place.lane);
-}
-
 __device__ __forceinline__ void add_low_rank(float (&total)[2][64], int slabs, const lora::LowRank& l,
                                              const lora::Outputs& outputs, const Tile& tile, const Place& place) {
   int row[2][2];

@@ -66,18 +66,6 @@ __device__ __forceinline__ float2 own_pair(const LowRank& l, int row, int j, int
   return __ldg(reinterpret_cast<const float2*>(l.t + static_cast<size_t>(row) * l.t_stride + j + q % 2 * 2));
 }
 
-// Asks for what add_to_rows will read, long before: at the end of a tile no product hides the memory's latency. All
-// threads of a warpgroup; `row` is one of the thread's own.
-__device__ __forceinline__ void touch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-__device__ __forceinline__ void prepare(const LowRank& l, const Outputs& o, int row, int thread) {
-  const int adapter = l.adapter ? l.adapter[row] : 0;
-  if (adapter < 0) return;
-  for (int j = 0; j < l.rank; j += 4) {  // 128 outputs x 16 bytes; a row of T in steps of 16 bytes
-    touch(factor_of(l, adapter, o, j) + 4 * thread);
-    touch(l.t + static_cast<size_t>(row) * l.t_stride + j);
-  }
-}
-
 // Rows as the 64-row operand: d[s][4 i + 2 h + b] is row[s][h], output 8 i + 2 q + b. Slabs from `slabs` on do not
 // exist.
 template <int kSlabs>
