@@ -38,8 +38,8 @@ void run(Report& report, const Shape& s) {
   const Array<int> first(firsts), source(tokens);
   const Array<uint8_t> space(plan_bytes(s.groups, s.rows, s.n, 256)),
       space_back(plan_bytes(s.groups, s.rows, s.k, 256));
-  const Plan plan{s.groups, s.rows, s.n, 256, const_cast<uint8_t*>(space.get())};
-  const Plan back{s.groups, s.rows, s.k, 256, const_cast<uint8_t*>(space_back.get())};
+  const Plan plan{s.groups, s.rows, s.n, 256, space.get()};
+  const Plan back{s.groups, s.rows, s.k, 256, space_back.get()};
   make_plan(first.get(), plan, nullptr), make_plan(first.get(), back, nullptr);
 
   const int sources = s.groups == 1 ? s.rows : kTokens;

@@ -3,12 +3,10 @@
 // registers, and a tile may be 8, 16 or 64 tokens wide with the same records and the same bits as wide.cu.
 //
 // A block computes 256 weight rows (one record row) x kTokens. Warpgroup 0: warp 0 feeds the stages through the copy
-// engine, warp 1 prepares scales. The others own slabs of 64 rows: the four products of a slab with 128 of K go to
-// `partial`, are scaled and added to the FP32 `total`. Codes are expanded while the warpgroup's own products run.
-// Two owners with two slabs each: slab 1's codes during slab 0's products, the next K block's slab 0 during slab 1's.
-// Up to 16 tokens, two blocks share a multiprocessor: one's chain from a stage's arrival to its release is filled with
-// the other's work. Four owners with a slab each: where there are fewer tiles than multiprocessors (one token, six
-// experts), a tile's own chain is what takes the time, and half as much per warpgroup shortens it.
+// engine, warp 1 prepares scales. Warpgroups 1 and 2 own 128 rows each, as two slabs of 64: the four products of a slab
+// with 128 of K go to `partial`, are scaled and added to the FP32 `total`. Codes are expanded while the warpgroup's own
+// products run: slab 1's during slab 0's, the next K block's slab 0 during slab 1's. Up to 16 tokens, two blocks share
+// a multiprocessor: one's chain from a stage's arrival to its release is filled with the other's work.
 #include <algorithm>
 
 #include "kernels/grouped_linear/activation.cuh"
@@ -23,13 +21,13 @@ namespace {
 
 using namespace hopper;
 
+constexpr int kThreads = 384, kConsumers = 256;
 constexpr int kScaleChunk = 8;  // K blocks whose scales are prepared together
 
-template <int kTokens, WeightFormat kFormat, int kOwners>
+template <int kTokens, WeightFormat kFormat>
 struct Memory {
-  static constexpr int kConsumers = 128 * kOwners, kThreads = 128 + kConsumers, kSlabs = 4 / kOwners;
-  static constexpr int kBlocks = kTokens <= 16 && kOwners == 2 ? 2 : 1;  // on a multiprocessor
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = kOwners == 4 ? 104 : kBlocks == 2 ? 96 : 232;
+  static constexpr int kBlocks = kTokens <= 16 ? 2 : 1;  // on a multiprocessor
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = kBlocks == 2 ? 96 : 232;
   static constexpr bool kPacked = kFormat == WeightFormat::fp4;
   static constexpr int kStages = kPacked ? (kTokens <= 16 ? 5 : 6) : (kTokens <= 16 ? 3 : 4);
   static constexpr int kRecordBytes = record_bytes(kFormat);
@@ -125,15 +123,15 @@ __device__ __forceinline__ void prepare_scales(const M& m, const Problem& p, int
   });
 }
 
-// total += partial * scale for all slabs.
-template <int kTokens, int kSlabs>
-__device__ __forceinline__ void promote(float (&total)[kSlabs][kTokens / 2],
-                                        const float (&partial)[kSlabs][kTokens / 2], uint32_t scales) {
+// total += partial * scale for both slabs.
+template <int kTokens>
+__device__ __forceinline__ void promote(float (&total)[2][kTokens / 2], const float (&partial)[2][kTokens / 2],
+                                        uint32_t scales) {
 #pragma unroll
   for (int pair = 0; pair < (kTokens + 15) / 16; ++pair) {  // 16 tokens
     const float4 s = load_shared_floats(scales + pair * 64);
 #pragma unroll
-    for (int slab = 0; slab < kSlabs; ++slab)
+    for (int slab = 0; slab < 2; ++slab)
 #pragma unroll
       for (int i = 8 * pair; i < 8 * pair + 8 && i < kTokens / 2; ++i)
         total[slab][i] = fmaf(partial[slab][i], i & 4 ? (i & 1 ? s.z : s.w) : (i & 1 ? s.x : s.y), total[slab][i]);
@@ -160,7 +158,7 @@ __device__ __forceinline__ void stage_slab(const M& m, const float (&total)[kTok
 
 template <typename M>
 __device__ __forceinline__ void write_bf16(const M& m, const Problem& p, const Tile& tile, int thread) {
-  for (int i = thread; i < tile.rows * 32; i += M::kConsumers) {
+  for (int i = thread; i < tile.rows * 32; i += kConsumers) {
     const int token = i / 32, chunk = i % 32;
     *reinterpret_cast<uint4*>(p.out + static_cast<size_t>(tile.first_row + token) * p.n +
                               tile.weight_tile * kRecordRows + chunk * 8) =
@@ -173,7 +171,7 @@ __device__ __forceinline__ void write_bf16(const M& m, const Problem& p, const T
 template <typename M>
 __device__ __forceinline__ void write_hidden(const M& m, const Problem& p, const Tile& tile, int thread) {
   const int lane = thread % 32, pair = lane % 8, slab = pair / 4, chunk = pair % 4 * 2, byte = lane / 8 * 4;
-  for (int token = thread / 32; token < tile.rows; token += M::kConsumers / 32) {
+  for (int token = thread / 32; token < tile.rows; token += kConsumers / 32) {
     const size_t row = tile.first_row + token;
     const float weight = p.route_weight ? p.route_weight[row] : 1.0f;
     uint32_t hidden[2];
@@ -194,13 +192,12 @@ __device__ __forceinline__ void write_hidden(const M& m, const Problem& p, const
 template <int kTokens, Epilogue kEpilogue, typename M>
 __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner, int thread) {
   const int lane = thread % 32;
-  constexpr int kSlabs = M::kSlabs;
   // Offsets of this thread's codes and exponents inside a stage, for this warpgroup's first slab.
-  const uint32_t codes_at = M::kTokenBytes + owner * kSlabs * kSlabCodeBytes + thread * 16;
-  const uint32_t offsets_at = M::kTokenBytes + 4 * kSlabCodeBytes + owner * kSlabs * kSlabOffsetBytes + thread * 2;
+  const uint32_t codes_at = M::kTokenBytes + owner * 2 * kSlabCodeBytes + thread * 16;
+  const uint32_t offsets_at = M::kTokenBytes + 4 * kSlabCodeBytes + owner * 2 * kSlabOffsetBytes + thread * 2;
   RingPosition<M::kStages> here;
   uint32_t chunk = 0;
-  float total[kSlabs][kTokens / 2], partial[kSlabs][kTokens / 2];
+  float total[2][kTokens / 2], partial[2][kTokens / 2];
   uint32_t operand[2][16];
 
   const auto multiply = [&](int slab, uint32_t place) {  // four products over 128 of K; `place` is the stage
@@ -213,50 +210,42 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
       else
         Fp8Product<kTokens>::rows_from_shared(
             partial[slab],
-            swizzled_operand(swizzled_low(place + M::kTokenBytes) +
-                             (owner * kSlabs + slab) * (kSlabRows * kBlock / 16) + 2 * step),
+            swizzled_operand(swizzled_low(place + M::kTokenBytes) + (owner * 2 + slab) * (kSlabRows * kBlock / 16) +
+                             2 * step),
             tokens, step > 0);
     }
     product_commit();
   };
-  const auto expand = [&](int to, int slab, uint32_t place) {
+  const auto expand = [&](int slab, uint32_t place) {
     if constexpr (M::kPacked)
-      expand_slab(operand[to],
+      expand_slab(operand[slab],
                   load_slab(place + codes_at + slab * kSlabCodeBytes, place + offsets_at + slab * kSlabOffsetBytes));
   };
 
   for_each_tile(p, [&](const Tile& tile) {
 #pragma unroll
-    for (int slab = 0; slab < kSlabs; ++slab)
-#pragma unroll
-      for (int i = 0; i < kTokens / 2; ++i) total[slab][i] = 0.0f;
+    for (int i = 0; i < kTokens / 2; ++i) total[0][i] = total[1][i] = 0.0f;
     barrier_wait(m.full(here.slot), here.parity);
-    expand(0, 0, m.stage(here.slot));
+    expand(0, m.stage(here.slot));
 
     for (int kb = 0; kb < p.k_blocks; ++kb) {
       const uint32_t slot = here.slot;
       const bool last = kb + 1 == p.k_blocks;
       const uint32_t scales = m.start + M::kScaleStart + ring_slot<2>(chunk) * M::kScaleBytes +
-                              ((kb % kScaleChunk) * 2 + owner * kSlabs / 2) * M::kScaleRow * 4 + (lane % 4) * 16;
+                              ((kb % kScaleChunk) * 2 + owner) * M::kScaleRow * 4 + (lane % 4) * 16;
       here = here.after(1);
       multiply(0, m.stage(slot));
-      if constexpr (kSlabs == 2) {
-        expand(1, 1, m.stage(slot));
-        multiply(1, m.stage(slot));
-      }
+      expand(1, m.stage(slot));
+      multiply(1, m.stage(slot));
       if (kb % kScaleChunk == 0) barrier_wait(m.scales_full(ring_slot<2>(chunk)), ring_parity<2>(chunk));
       if (!last) {
         barrier_wait(m.full(here.slot), here.parity);
-        if constexpr (kSlabs == 2) product_wait<1>();  // slab 0's operand registers are free
-        expand(kSlabs == 2 ? 0 : 1, 0, m.stage(here.slot));
+        product_wait<1>();  // slab 0's operand registers are free
+        expand(0, m.stage(here.slot));
       }
       product_wait<0>();
       barrier_arrive(m.empty(slot));
       promote<kTokens>(total, partial, scales);
-      if constexpr (kSlabs == 1) {
-#pragma unroll
-        for (int i = 0; i < 16; ++i) operand[0][i] = operand[1][i];
-      }
       if (kb % kScaleChunk == kScaleChunk - 1 || last) {
         barrier_arrive(m.scales_empty(ring_slot<2>(chunk)));
         ++chunk;
@@ -264,26 +253,24 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
     }
     if (p.low_rank.rank > 0)
       lora::add_to_columns<kTokens>(total, p.low_rank,
-                                    {tile.group, p.n, tile.weight_tile * kRecordRows + owner * kSlabs * kSlabRows},
+                                    {tile.group, p.n, tile.weight_tile * kRecordRows + owner * 2 * kSlabRows},
                                     tile.first_row, tile.rows, thread / 32, lane);
 #pragma unroll
-    for (int slab = 0; slab < kSlabs; ++slab)
-      stage_slab<kTokens>(m, total[slab], owner * kSlabs + slab, thread / 32, lane);
-    group_barrier(1, M::kConsumers);
+    for (int slab = 0; slab < 2; ++slab) stage_slab<kTokens>(m, total[slab], owner * 2 + slab, thread / 32, lane);
+    group_barrier(1, kConsumers);
     if constexpr (kEpilogue == Epilogue::bf16)
       write_bf16(m, p, tile, owner * 128 + thread);
     else
       write_hidden(m, p, tile, owner * 128 + thread);
-    group_barrier(1, M::kConsumers);  // the staging area is free for the next tile
+    group_barrier(1, kConsumers);  // the staging area is free for the next tile
   });
 }
 
-template <int kTokens, WeightFormat kFormat, Epilogue kEpilogue, int kOwners>
-__global__ void __launch_bounds__(Memory<kTokens, kFormat, kOwners>::kThreads,
-                                  Memory<kTokens, kFormat, kOwners>::kBlocks)
+template <int kTokens, WeightFormat kFormat, Epilogue kEpilogue>
+__global__ void __launch_bounds__(kThreads, Memory<kTokens, kFormat>::kBlocks)
     narrow_kernel(const __grid_constant__ CUtensorMap tokens, const Problem p) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  using M = Memory<kTokens, kFormat, kOwners>;
+  using M = Memory<kTokens, kFormat>;
   const M m{static_cast<uint32_t>(uniform(shared_address(shared)))};
   const int group = uniform(threadIdx.x / 128);
   if (threadIdx.x == 0) prefetch_map(&tokens), m.init_barriers();
@@ -301,24 +288,14 @@ __global__ void __launch_bounds__(Memory<kTokens, kFormat, kOwners>::kThreads,
   }
 }
 
-template <int kTokens, WeightFormat kFormat, int kOwners>
-void launch_with(Epilogue epilogue, int64_t tiles, int multiprocessors, const CUtensorMap& tokens, const Problem& p,
-                 cudaStream_t stream) {
-  using M = Memory<kTokens, kFormat, kOwners>;
-  const int blocks = static_cast<int>(std::min<int64_t>(M::kBlocks * multiprocessors, tiles));
-  launch_with_shared(epilogue == Epilogue::bf16 ? narrow_kernel<kTokens, kFormat, Epilogue::bf16, kOwners>
-                                                : narrow_kernel<kTokens, kFormat, Epilogue::swiglu, kOwners>,
-                     blocks, M::kThreads, M::kBytes, stream, tokens, p);
-}
-
 template <int kTokens, WeightFormat kFormat>
 void launch(Epilogue epilogue, int64_t tiles, int multiprocessors, const CUtensorMap& tokens, const Problem& p,
             cudaStream_t stream) {
-  if constexpr (kTokens <= 16) {
-    if (tiles <= multiprocessors)
-      return launch_with<kTokens, kFormat, 4>(epilogue, tiles, multiprocessors, tokens, p, stream);
-  }
-  launch_with<kTokens, kFormat, 2>(epilogue, tiles, multiprocessors, tokens, p, stream);
+  using M = Memory<kTokens, kFormat>;
+  const int blocks = static_cast<int>(std::min<int64_t>(M::kBlocks * multiprocessors, tiles));
+  launch_with_shared(epilogue == Epilogue::bf16 ? narrow_kernel<kTokens, kFormat, Epilogue::bf16>
+                                                : narrow_kernel<kTokens, kFormat, Epilogue::swiglu>,
+                     blocks, kThreads, M::kBytes, stream, tokens, p);
 }
 
 template <int kTokens>
