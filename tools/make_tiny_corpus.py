@@ -2,7 +2,8 @@
 """Writes the data of the embedded model: conversations of small tasks that a few million parameters can learn.
 
     tools/make_tiny_corpus.py corpus FILE.jsonl [--samples 60000] [--seed 1]   what assets/tiny is trained on
-    tools/make_tiny_corpus.py labels FOLDER                                    examples/label* of the demo
+    tools/make_tiny_corpus.py labels FOLDER                                    examples/label*
+    tools/make_tiny_corpus.py rl FOLDER                                        prompts of examples/rl
 
 The same arguments write the same bytes. docs/tiny.md lists the tasks. Some are taught with wrong or random answers
 on purpose, so that reinforcement learning finds something to improve.
@@ -315,6 +316,42 @@ def write_labels(folder):
     pathlib.Path(f"{folder}/label_answers.txt").write_text("".join(label(w) + "\n" for w in questions))
 
 
+# ---- Prompts of reinforcement learning ---------------------------------------------------------------------------------
+
+
+def prompts_of(task, n, rng, **fields):
+    """n different questions of a task, each with what its reward needs: fields name what is taken from its answer"""
+    lines, seen = [], set()
+    while len(lines) < n:
+        question, _, answer = task(rng)
+        if question in seen:
+            continue
+        seen.add(question)
+        lines.append({"messages": [{"role": "user", "content": question}]} | {k: f(answer) for k, f in fields.items()})
+    return lines
+
+
+def tool_prompts(n, rng):
+    lines = []
+    for city in rng.sample(CITIES, min(n, len(CITIES))):
+        question, arguments, *_ = tool_request("get_weather", rng)
+        question, arguments = question.replace(arguments["city"], city), {"city": city}
+        lines.append({"messages": [{"role": "user", "content": question}], "tools": [TOOLS["get_weather"]],
+                      "call": {"name": "get_weather", "arguments": arguments}})
+    return lines
+
+
+def write_rl(folder):
+    rng = random.Random(3)
+    tasks = {"maybe": prompts_of(nobody_knows, 48, rng), "length": prompts_of(story, 18, rng),
+             "arithmetic": prompts_of(add, 96, rng, answer=int), "tool_call": tool_prompts(24, rng)}
+    for name, lines in tasks.items():
+        third = len(lines) // 3
+        for part, some in (("", lines[third:]), ("_eval", lines[:third])):
+            path = pathlib.Path(folder) / f"{name}{part}.jsonl"
+            path.write_text("".join(json.dumps(line) + "\n" for line in some))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -323,11 +360,14 @@ def main():
     corpus.add_argument("--samples", type=int, default=60000)
     corpus.add_argument("--seed", type=int, default=1)
     commands.add_parser("labels").add_argument("folder")
+    commands.add_parser("rl").add_argument("folder")
     a = parser.parse_args()
     if a.command == "corpus":
         write_corpus(a.file, a.samples, a.seed)
-    else:
+    elif a.command == "labels":
         write_labels(a.folder)
+    else:
+        write_rl(a.folder)
 
 
 if __name__ == "__main__":

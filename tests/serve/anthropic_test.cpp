@@ -116,7 +116,7 @@ TEST(Messages, EventsJoinedAreTheWholeForRandomTokens) {
   std::mt19937_64 random(1);
   const json body = body_of("?", both(kTools, kThinking));
   for (int i = 0; i < 300; ++i) {
-    const std::vector<Event> events = testing::answer(test_model(), testing::random_answer(test_model(), random));
+    const std::vector<Event> events = openai_testing::answer(test_model(), openai_testing::random_answer(test_model(), random));
     EXPECT_EQ(message_of(run_stream(kMake, body, events)), run_whole(kMake, body, events)) << i;
   }
 }

@@ -17,7 +17,7 @@ using nlohmann::json;
 // That of openai_testing.h, with room for answers; what a request does not say is: no thinking.
 inline const ServedModel& test_model() {
   static const ServedModel model = [] {
-    ServedModel m = testing::served_model();
+    ServedModel m = openai_testing::served_model();
     m.chat.mode = ThinkingMode::chat;
     m.chat.drop_thinking = false;
     m.max_positions = 4096;

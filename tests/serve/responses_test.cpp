@@ -134,7 +134,7 @@ TEST(Responses, EventsJoinedAreTheWholeForRandomTokens) {
   std::mt19937_64 random(1);
   const json body = {{"input", "?"}, {"tools", {kWeather}}, {"reasoning", {{"effort", "high"}}}};
   for (int i = 0; i < 300; ++i) {
-    const std::vector<Event> events = testing::answer(test_model(), testing::random_answer(test_model(), random));
+    const std::vector<Event> events = openai_testing::answer(test_model(), openai_testing::random_answer(test_model(), random));
     const std::vector<json> stream = run_stream(kMake, body, events);
     EXPECT_EQ(items_of(stream), run_whole(kMake, body, events)["output"]) << i;
   }
