@@ -130,6 +130,11 @@ class RlLoop {
     print_plan();
     MetricsWriter metrics(directory_.path, state_.step);
     JsonLines samples(directory_.path + "/samples.jsonl", state_.step);
+    if (state_.step == 0 && !in_.eval.empty()) {  // what the model can do before it learns
+      Metrics values;
+      evaluate_policy(values);
+      metrics.write(0, values);
+    }
     ProgressLine progress("rl", "steps", summary_.total_steps, state_.step);
     while (state_.step < summary_.total_steps && !summary_.stopped) {
       one_step(metrics, samples);
