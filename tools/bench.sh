@@ -7,6 +7,7 @@ build=${1:-build}
 tools/bootstrap.sh tests
 
 "$build/bench/linear_bench"
+"$build/bench/tree_bench" assets/tiny bench/results/tree.json
 
 # PyTorch's CUDA build looks for its libraries even when it computes on the CPU.
 LD_LIBRARY_PATH="/usr/local/cuda/lib64${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}" \
