@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# The main job on the embedded model: fine-tune a LoRA adapter on examples/labels.jsonl, then ask questions about words
-# that are not in that file, without and with the adapter. Everything is written to runs/demo.
+# The main jobs on the embedded model: fine-tune a LoRA adapter on examples/labels.jsonl and ask questions about words that
+# are not in that file, without and with the adapter; then let a reward teach it to say maybe where it cannot know.
+# Everything is written to runs/demo and runs/demo_rl.
 #   tools/demo.sh build/plumb
 set -euo pipefail
 cd "$(dirname "$0")/.."
 plumb=${1:-build/plumb}
 model=assets/tiny questions=examples/label_questions.jsonl answers=examples/label_answers.txt out=runs/demo
-rm -rf $out
+rm -rf $out ${out}_rl
 
 echo "== Fine-tuning $model on examples/labels.jsonl"
 "$plumb" train examples/sft_tiny.toml
@@ -30,4 +31,18 @@ paste <(texts content $questions) $answers <(texts text $out/without.jsonl) <(te
              100 * without / NR, with, 100 * with / NR
       exit with <= without
     }' || { echo "demo: the score did not rise" >&2; exit 1; }
-echo "Talk to it: $plumb chat --model $model --adapter $adapter"
+
+echo
+echo "== Reinforcement learning: questions that nobody can answer, only maybe counts (examples/rl/demo.toml)"
+"$plumb" rl examples/rl/demo.toml
+awk '
+  { match($0, /"eval\/reward":[0-9.]+/) }
+  RSTART { reward = substr($0, RSTART + 14, RLENGTH - 14); if (first == "") first = reward }
+  match($0, /"mismatch_max":[^,]+/) { mismatch = substr($0, RSTART + 15, RLENGTH - 15); if (mismatch + 0 > most) most = mismatch + 0 }
+  END {
+    printf "\nheld-out reward %.2f before, %.2f after; sampled and trained log-probabilities differ by at most %g\n", first, reward, most
+    exit reward <= first
+  }' ${out}_rl/metrics.jsonl || { echo "demo: the reward did not rise" >&2; exit 1; }
+
+echo
+echo "Talk to it: $plumb chat --model $model --adapter $adapter, or in a browser: $plumb serve --model $model --adapter label=$adapter"

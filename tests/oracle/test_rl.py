@@ -31,10 +31,12 @@ def adapter(out, step):
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_maybe_is_learned(tmp_path, seed):
-    lines = run("maybe", tmp_path, train__seed=seed, train__steps=15)
+@pytest.mark.parametrize("task, most", [("demo", 0.5), ("maybe", 0.89)])
+def test_maybe_is_learned(tmp_path, task, most, seed):
+    """demo: only maybe counts. maybe: yes 0.5, no 0.75, maybe 1, so that the best answer has to be told from a good one."""
+    lines = run(task, tmp_path, train__seed=seed, train__steps=15)
     before, after = lines[0]["eval/reward"], lines[-1]["eval/reward"]
-    assert before <= 0.6 and after >= 0.9
+    assert before <= most and after >= 0.9
     steps = [line for line in lines if line["step"] > 0]
     assert len(steps) == 15
     assert all(line["mismatch_tokens"] == 0 and line["mismatch_max"] == 0 for line in steps)
@@ -116,6 +118,7 @@ kind = "program"
 command = ["python3", "{tmp_path}/bad.py"]
 processes = 8
 time_limit = 0.3
+start_limit = 1
 restart_delay = 0.01
 """
     (tmp_path / "run.toml").write_text(text)
