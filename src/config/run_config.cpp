@@ -184,6 +184,10 @@ struct Reader {
     if ((rl.kl_reference == "adapter") == rl.kl_ref_adapter_path.empty())
       stop(where("rl.kl_ref_adapter_path", file),
            "rl.kl_ref_adapter_path and rl.kl_reference = \"adapter\" belong together", "give both or neither");
+    if (rl.truncated_importance_sampling > 0 && !rl.precalculate_logprobs)
+      stop(where("rl.truncated_importance_sampling", file),
+           "rl.truncated_importance_sampling does nothing while old log-probabilities are the recorded ones",
+           "set rl.precalculate_logprobs = true, or leave it out");
     if (rl.loss == "gspo" && rl.importance_sampling_level != "token" && rl.importance_sampling_level != "sequence")
       stop(where("rl.importance_sampling_level", file), "gspo takes the ratio over sequences", "leave the key out");
     if (config.sampling.max_tokens >= config.data.row_tokens)

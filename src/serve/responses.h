@@ -4,7 +4,7 @@
 
 namespace plumb::serve {
 
-// Errors in the form of openai_error (openai_parts.h).
+// Errors: ApiError.
 std::unique_ptr<Exchange> openai_responses(std::string_view body, const ServedModel& model);
 
 }  // namespace plumb::serve

@@ -4,6 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
+#include "reward/scorer.h"
 #include "tokenizer/chat_encode.h"
 #include "tokenizer/chat_stream.h"
 
@@ -51,33 +52,50 @@ RewardSample reward_sample(const RolloutTask& task) {
 }
 
 Conversations::Conversations(Environment& environment, const std::vector<RolloutTask>& tasks,
-                             const Tokenizer& tokenizer, const std::vector<int>& stop_tokens)
-    : environment_(environment),
-      tasks_(tasks),
-      tokenizer_(tokenizer),
-      stop_tokens_(stop_tokens),
-      conversations_(tasks.size()) {}
+                             const Tokenizer& tokenizer, const std::vector<int>& stop_tokens, int row_tokens)
+    : environment_(environment), tokenizer_(tokenizer), stop_tokens_(stop_tokens), conversations_(tasks.size()) {
+  constexpr int kWaiting = 16;  // programs that are asked at once
+  for_each_waiting(static_cast<int64_t>(tasks.size()), kWaiting, [&](int64_t i) {
+    Conversation& c = conversations_[static_cast<size_t>(i)];
+    c.prompt = *tasks[static_cast<size_t>(i)].prompt;
+    try {
+      open(c, tasks[static_cast<size_t>(i)], row_tokens);
+    } catch (const std::exception& e) {
+      c.failure = e.what();
+      c.session.reset();
+    }
+  });
+}
+
+void Conversations::open(Conversation& c, const RolloutTask& task, int row_tokens) {
+  EnvironmentTurn first;
+  c.session = environment_.open(reward_sample(task), first);
+  if (!first.messages.empty() || !first.tools.is_null()) {
+    json line = json::parse(task.prompt->line);
+    for (const json& m : first.messages) line["messages"].push_back(m);
+    if (!first.tools.is_null()) line["tools"] = first.tools;
+    const Json messages = parse_json(line["messages"].dump(), "environment");
+    const Json tools = parse_json(line.value("tools", json()).dump(), "environment");
+    c.prompt.messages = messages_from_json(messages, tools.is_null() ? nullptr : &tools);
+    const std::vector<int32_t> ids = encode_prompt(c.prompt.messages, c.prompt.chat, chat_tokenizer(tokenizer_));
+    if (static_cast<int>(ids.size()) >= row_tokens)
+      fail("environment", "its first messages leave no room for an answer", "shorten them, or raise data.row_tokens");
+    c.prompt.tokens.assign(ids.begin(), ids.end());
+  }
+  c.messages = c.prompt.messages;
+}
 
 // Tells the answers up to number `turns`; -> what comes after the last of them.
-Reply Conversations::advance(size_t i, size_t turns, const LoggedSample& sample) {
-  Conversation& c = conversations_[i];
-  const Prompt& prompt = *tasks_[i].prompt;
+Reply Conversations::advance(Conversation& c, size_t turns, const LoggedSample& sample) {
   Reply reply;
-  if (!c.session) {
-    EnvironmentTurn first;
-    c.session = environment_.open(reward_sample(tasks_[i]), first);
-    if (!first.messages.empty() || !first.tools.is_null())
-      fail("environment", "adds messages or tools in front of the first answer", "put them into the dataset's line");
-    c.messages = prompt.messages;
-  }
   while (c.told < turns && !c.done) {
-    const EnvironmentTurn next = c.session->advance(read_answer(sample, c.told++, prompt, &tokenizer_, stop_tokens_));
+    const EnvironmentTurn next = c.session->advance(read_answer(sample, c.told++, c.prompt, &tokenizer_, stop_tokens_));
     c.done = next.done;
     c.messages.emplace_back().role = ChatRole::assistant;  // only marks the place: its tokens are there already
-    ChatOptions chat = prompt.chat;
+    if (next.messages.empty()) continue;
+    ChatOptions chat = c.prompt.chat;
     chat.context = static_cast<int>(c.messages.size());
     chat.drop_thinking = false;  // earlier turns stay token by token
-    if (next.messages.empty()) continue;
     for (Message& m : messages_from_json(parse_json(next.messages.dump(), "environment"))) c.messages.push_back(m);
     const std::vector<int32_t> ids = encode_prompt(c.messages, chat, chat_tokenizer(tokenizer_));
     reply.tokens.assign(ids.begin(), ids.end());
@@ -88,11 +106,12 @@ Reply Conversations::advance(size_t i, size_t turns, const LoggedSample& sample)
 
 Reply Conversations::reply(size_t i, int turn, const LoggedSample& so_far) {
   Conversation& c = conversations_[i];
-  if (!c.failure.empty()) return {};
+  if (!c.session) return {};
   try {
-    return advance(i, static_cast<size_t>(turn) + 1, so_far);
+    return advance(c, static_cast<size_t>(turn) + 1, so_far);
   } catch (const std::exception& e) {
     c.failure = e.what();
+    c.session.reset();
     return {};
   }
 }
@@ -101,10 +120,9 @@ Score Conversations::close(size_t i, const LoggedSample& sample) {
   Conversation& c = conversations_[i];
   Score score;
   try {
-    if (c.failure.empty()) {
-      advance(i, sample.turn_end.size(), sample);
-      const bool cut = sample.finish.back() == Finish::length;
-      score = c.session->close(c.done ? "done" : cut ? "length" : "turns");
+    if (c.session) {
+      advance(c, sample.turn_end.size(), sample);
+      score = c.session->close(c.done ? "done" : truncated(sample) ? "length" : "turns");
     }
   } catch (const std::exception& e) {
     c.failure = e.what();

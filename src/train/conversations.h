@@ -15,9 +15,13 @@ RewardSample reward_sample(const RolloutTask& task);
 
 class Conversations {
  public:
-  // All must outlive it. The prompts are of format messages.
+  // All must outlive it; the prompts of the tasks are of format messages. Begins a conversation for each task: what the
+  // environment adds to the prompt is in prompt(i). One that cannot be begun costs its sample.
+  // row_tokens: prompt and answers together.
   Conversations(Environment& environment, const std::vector<RolloutTask>& tasks, const Tokenizer& tokenizer,
-                const std::vector<int>& stop_tokens);
+                const std::vector<int>& stop_tokens, int row_tokens);
+
+  const Prompt& prompt(size_t i) const { return conversations_[i].prompt; }
 
   // What the environment says to answer number `turn`; answers that it has not heard yet (those of an interrupted run)
   // are told first. No tokens: the conversation is over, or the environment has failed.
@@ -27,16 +31,17 @@ class Conversations {
 
  private:
   struct Conversation {
-    std::unique_ptr<EnvironmentSession> session;
+    Prompt prompt;                                // with what the environment added
+    std::unique_ptr<EnvironmentSession> session;  // nullptr: it has failed, or is over
     std::vector<Message> messages;
     size_t told = 0;  // answers
     bool done = false;
     std::string failure;
   };
-  Reply advance(size_t i, size_t turns, const LoggedSample& sample);
+  void open(Conversation& c, const RolloutTask& task, int row_tokens);
+  Reply advance(Conversation& c, size_t turns, const LoggedSample& sample);
 
   Environment& environment_;
-  const std::vector<RolloutTask>& tasks_;
   const Tokenizer& tokenizer_;
   const std::vector<int>& stop_tokens_;
   std::vector<Conversation> conversations_;

@@ -84,13 +84,19 @@ RlInputs read_inputs(const RunConfig& config, const ModelConfig& model) {
   if (in.environment && !in.tokenizer)
     fail(config.file, "an environment needs text, and the model has no tokenizer.json",
          "put it into the model's folder");
+  if (!in.environment && config.sampling.max_turns > 1)
+    fail(config.file, fmt::format("sampling.max_turns = {} without an [environment]", config.sampling.max_turns),
+         "only an environment's replies make further turns");
   constexpr int kWaiting = 8;  // samples whose programs and endpoints are asked at once
   in.scorer = std::make_unique<Scorer>(tables.rewards, kWaiting);
   const DatasetOptions options = dataset_options(config.data, model);
   const auto read = [&](const std::string& path) {
     std::vector<Prompt> prompts = read_prompts(path, in.text(), options, static_cast<int>(config.sampling.max_tokens));
-    for (const Prompt& p : prompts)
-      in.scorer->check_line(nlohmann::json::parse(p.line), fmt::format("{}:{}", path, p.number));
+    for (const Prompt& p : prompts) {
+      const std::string where = fmt::format("{}:{}", path, p.number);
+      if (in.environment && p.messages.empty()) fail(where, "is no conversation", "an [environment] needs messages");
+      in.scorer->check_line(nlohmann::json::parse(p.line), where);
+    }
     return prompts;
   };
   in.train = read(config.data.train);

@@ -27,9 +27,12 @@ EngineOptions engine_options(const RunConfig& config, const ModelConfig& model) 
 }
 
 // All that decides what is sampled: a log that was written for something else is not gone on with.
-uint64_t fingerprint(const BatchRequest& r, const RunConfig& config) {
+uint64_t fingerprint(const std::vector<RolloutTask>& tasks, const BatchRequest& r, const RunConfig& config) {
   uint64_t h = hash_text(r.adapter);
-  for (const Prompt* p : r.prompts) h = hash_text(p->line, h);
+  for (const RolloutTask& t : tasks) {
+    h = hash_text(t.prompt->line, h);
+    h = hash_bytes(t.prompt->tokens.data(), t.prompt->tokens.size() * sizeof(int), h);
+  }
   const SamplingParams& s = r.sampling;
   const double numbers[] = {static_cast<double>(r.group_size),
                             static_cast<double>(r.first_key),
@@ -81,10 +84,15 @@ RlBatch BatchSampler::sample(const BatchRequest& request) {
   for (size_t g = 0; g < request.prompts.size(); ++g)
     for (int n = 0; n < request.group_size; ++n)
       batch.tasks.push_back({request.prompts[g], static_cast<int>(g), n, request.first_key + batch.tasks.size()});
-  RolloutLog log(request.log, batch.tasks.size(), fingerprint(request, config_));
-
-  std::optional<Conversations> conversations;
-  if (environment_) conversations.emplace(*environment_, batch.tasks, *tokenizer_, request.sampling.stop_tokens);
+  std::shared_ptr<Conversations> conversations;
+  if (environment_) {
+    conversations =
+        std::make_shared<Conversations>(*environment_, batch.tasks, *tokenizer_, request.sampling.stop_tokens,
+                                        static_cast<int>(config_.data.row_tokens));
+    for (size_t i = 0; i < batch.tasks.size(); ++i) batch.tasks[i].prompt = &conversations->prompt(i);
+    batch.conversations = conversations;  // owns the prompts
+  }
+  RolloutLog log(request.log, batch.tasks.size(), fingerprint(batch.tasks, request, config_));
   RolloutOptions options{request.sampling,
                          request.adapter,
                          static_cast<int>(config_.sampling.max_turns),
@@ -101,7 +109,7 @@ RlBatch BatchSampler::sample(const BatchRequest& request) {
     batch.answers.push_back(read_answer(log[i], log[i].turn_end.size() - 1, *batch.tasks[i].prompt, tokenizer_,
                                         request.sampling.stop_tokens));
   }
-  score(batch, log, conversations ? &*conversations : nullptr);
+  score(batch, log, conversations.get());
   batch.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   return batch;
 }

@@ -16,7 +16,8 @@ struct RlBatch {
   std::vector<LoggedSample> samples;  // one a task
   std::vector<Answer> answers;        // the last one of each sample
   std::vector<Score> scores;
-  double seconds = 0;  // of sampling and rewards together
+  std::shared_ptr<const Conversations> conversations;  // with an environment: the tasks' prompts belong to it
+  double seconds = 0;                                  // of sampling and rewards together
 };
 
 // What is sampled how. Prompts must outlive the batch.

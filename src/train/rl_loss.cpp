@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "base/error.h"
 
@@ -139,7 +140,8 @@ double RlStats::probability_correlation() const {
 
 void add_kl(const RlLossOptions& o, const std::vector<RlToken>& tokens, const float* logprob, KlSum& sum) {
   for (size_t i = 0; i < tokens.size(); ++i) {
-    const double kl = shaping_kl(o, tokens[i], logprob[i]);
+    const float fresh = logprob ? logprob[i] : std::numeric_limits<float>::quiet_NaN();
+    const double kl = shaping_kl(o, tokens[i], fresh);
     if (std::isnan(kl)) continue;
     sum.sum += kl;
     ++sum.tokens;
@@ -183,19 +185,6 @@ RlLoss rl_loss(const RlLossOptions& o, const std::vector<RlToken>& tokens, const
     if (d_mean != 0)
       for (size_t i = begin; i < end; ++i) result.d_logprob[i] += static_cast<float>(d_mean / n);
   }
-  return result;
-}
-
-PreferenceLoss preference_loss(const PreferencePair& p, double beta, double label_smoothing) {
-  const double margin = (p.chosen - p.reference_chosen) - (p.rejected - p.reference_rejected);
-  const double x = beta * margin;
-  const auto softplus = [](double v) { return v > 0 ? v + std::log1p(std::exp(-v)) : std::log1p(std::exp(v)); };
-  const double sigmoid = x > 0 ? 1 / (1 + std::exp(-x)) : std::exp(x) / (1 + std::exp(x));
-  PreferenceLoss result;
-  result.loss = (1 - label_smoothing) * softplus(-x) + label_smoothing * softplus(x);  // softplus(-x) = -log sigmoid(x)
-  result.d_chosen = beta * (sigmoid - (1 - label_smoothing));
-  result.d_rejected = -result.d_chosen;
-  result.margin = margin;
   return result;
 }
 

@@ -65,24 +65,12 @@ struct KlSum {
   int64_t tokens = 0;
   double mean() const { return tokens > 0 ? sum / static_cast<double>(tokens) : 0; }
 };
+// logprob: may be nullptr if the source is the sample.
 void add_kl(const RlLossOptions& o, const std::vector<RlToken>& tokens, const float* logprob, KlSum& sum);
 
 // logprob [tokens]: of the model in training. scale: 1 / trained tokens of the whole step. Exponents are kept within
 // +-20, where the gradient of a ratio ends.
 RlLoss rl_loss(const RlLossOptions& o, const std::vector<RlToken>& tokens, const float* logprob, double mean_kl,
                double scale);
-
-// ---- Preferences (DPO): of two sequences with one prompt, `chosen` is to be likelier than `rejected`, each against
-// the reference. Sums of log-probabilities over the trained tokens.
-struct PreferencePair {
-  double chosen, rejected;                      // under the model in training
-  double reference_chosen, reference_rejected;  // under the reference
-};
-struct PreferenceLoss {
-  double loss;                  // -log sigmoid(beta * margin), label smoothing mixed in
-  double d_chosen, d_rejected;  // gradient with respect to the sums
-  double margin;                // (chosen - reference_chosen) - (rejected - reference_rejected)
-};
-PreferenceLoss preference_loss(const PreferencePair& pair, double beta, double label_smoothing);
 
 }  // namespace plumb

@@ -81,10 +81,13 @@ RlStepResult accumulate_rl_gradients(Trainee& t, const std::vector<RlRow>& rows,
   PLUMB_CHECK(trained > 0);
   const AdapterBatch* adapters = t.adapter ? &t.adapters : nullptr;
 
-  KlSum kl;  // its mean over the whole step is needed before the first gradient
+  KlSum kl;  // its mean over the whole step is needed before the first gradient; kl of the sample needs no forward pass
   if (options.kl_coefficient > 0)
-    for (const RlRow& row : rows)
-      add_kl(options, row.tokens, row_logprobs(*t.weights, adapters, row, numerics).f32(), kl);
+    for (const RlRow& row : rows) {
+      const bool recorded = options.kl_source == KlSource::sample;
+      const Tensor fresh = recorded ? Tensor() : row_logprobs(*t.weights, adapters, row, numerics);
+      add_kl(options, row.tokens, recorded ? nullptr : fresh.f32(), kl);
+    }
 
   ForwardOptions o = forward_options(adapters, numerics);
   o.keep_streams = true;

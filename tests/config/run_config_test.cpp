@@ -126,6 +126,10 @@ TEST(RunConfigRefuses, RlKeysThatDoNotFitTogether) {
   EXPECT_EQ(
       rl("[rl]\nkl_reference = \"adapter\"\n"),
       "run.toml: rl.kl_ref_adapter_path and rl.kl_reference = \"adapter\" belong together (give both or neither)");
+  EXPECT_EQ(
+      rl("[rl]\ntruncated_importance_sampling = 2\n"),
+      "run.toml:8: rl.truncated_importance_sampling does nothing while old log-probabilities are the recorded ones "
+      "(set rl.precalculate_logprobs = true, or leave it out)");
   EXPECT_EQ(rl("[sampling]\nmax_tokens = 5000\n"),
             "run.toml:8: sampling.max_tokens = 5000 leaves no room for a prompt in rows of 2048 tokens (raise "
             "data.row_tokens or lower sampling.max_tokens)");

@@ -131,11 +131,82 @@ restart_delay = 0.01
     assert "have no reward and are left out" in done.stdout + done.stderr
 
 
+ENVIRONMENT = """
+import json, sys
+told = {}
+for line in sys.stdin:
+    r = json.loads(line)
+    if r["type"] == "open":
+        answer = {"messages": [{"role": "user", "content": "Then repeat: " + r["line"]["messages"][0]["content"][:9]}]}
+    elif r["type"] == "turn":
+        told.setdefault(r["session"], []).append(r["answer"]["content"])
+        answer = {"messages": [{"role": "user", "content": f"Say cat {r['turn'] + 2} times."}]}
+        if len(told[r["session"]]) == 3 or "e" not in r["answer"]["content"]: answer = {"done": True}
+        answer["reward"] = r["answer"]["content"].count("a") / 10
+    else:
+        answer = {"reward": 0}
+    print(json.dumps({"id": r["id"]} | answer), flush=True)
+"""
+
+
+def environment_run(tmp_path, command, turns):
+    text = (ROOT / "examples/rl/maybe.toml").read_text().split("[[reward]]")[0].replace("[sampling]", f"[sampling]\nmax_turns = {turns}")
+    file = tmp_path / "run.toml"
+    file.write_text(text + f"[environment]\ncommand = {json.dumps(command)}\nprocesses = 2\n")
+    return [PLUMB, "rl", file, "--set", "rl.groups_per_step=3", "--set", "train.steps=3", "--set", "data.eval=",
+            "--set", "train.save_every=1", "--set", "sampling.max_tokens=24"]
+
+
+def test_turns_with_an_environment_are_trained_and_survive_kills(tmp_path):
+    (tmp_path / "env.py").write_text(ENVIRONMENT)
+    start = environment_run(tmp_path, ["python3", str(tmp_path / "env.py")], 3)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    began = time.monotonic()
+    done = subprocess.run(start + ["--set", f"output.dir={whole}"], cwd=ROOT, capture_output=True, text=True)
+    took = time.monotonic() - began
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in open(whole / "metrics.jsonl")]
+    assert all(line["failed"] == 0 and line["mismatch_tokens"] == 0 for line in lines)
+    assert all(line["trained_tokens"] > 0 for line in lines)
+    samples = [json.loads(line) for line in open(whole / "samples.jsonl")]
+    assert {s["turns"] for s in samples} >= {1, 2}
+    for s in samples:  # replies stand between the answers, without log-probability
+        assert (None in s["logprobs"]) == (s["turns"] > 1)
+    draw = random.Random(1)
+    for _ in range(6):
+        process = subprocess.Popen(start + ["--set", f"output.dir={killed}"], cwd=ROOT, stdout=subprocess.DEVNULL,
+                                   stderr=subprocess.DEVNULL)
+        try:
+            process.wait(timeout=draw.uniform(0.1, 0.6) * took)
+            break
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    subprocess.run(start + ["--set", f"output.dir={killed}"], cwd=ROOT, check=True, capture_output=True)
+    assert adapter(killed, 3) == adapter(whole, 3)
+    assert (whole / "samples.jsonl").read_bytes() == (killed / "samples.jsonl").read_bytes()
+
+
+def test_the_example_environment_runs(tmp_path):
+    """guess_number.py brings its own tool; the embedded model does not find the numbers, so only the turns are looked at."""
+    lines = [dict(json.loads(line), secret=3) for line in open(ROOT / "examples/rl/maybe.jsonl")]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    start = environment_run(tmp_path, ["python3", "examples/rewards/guess_number.py"], 2)
+    out = tmp_path / "out"
+    done = subprocess.run(start + ["--set", f"output.dir={out}", "--set", f"data.train={tmp_path}/data.jsonl",
+                                   "--set", "train.steps=2"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    samples = [json.loads(line) for line in open(out / "samples.jsonl")]
+    assert all("failure" not in s for s in samples) and any(s["turns"] == 2 for s in samples)
+    assert all(len(s["prompt_tokens"]) > 100 for s in samples)  # the tool stands in the prompt
+
+
 def test_wrong_run_files(tmp_path):
     text = (ROOT / "examples/rl/maybe.toml").read_text()
     for change, expected in [(("kind = \"choice\"", "kind = \"choise\""), "choise"),
                              (("[[reward]]", "[[rewards]]"), "rewards"),
                              (("group_size = 8", "group_size = 0"), "rl.group_size"),
+                             (("max_running = 32", "max_turns = 2"), "without an [environment]"),
                              (("max_tokens = 12", "max_tokens = 512"), "sampling.max_tokens")]:
         file = tmp_path / "run.toml"
         file.write_text(text.replace(*change))

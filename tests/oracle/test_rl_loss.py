@@ -1,4 +1,4 @@
-"""Policy losses, preference loss and sample weights against torch's automatic differentiation in double precision. The
+"""Policy losses and sample weights against torch's automatic differentiation in double precision. The
 oracle is written over whole rows with masks and group numbers, the program works on lists of trained tokens."""
 
 import json
@@ -128,20 +128,6 @@ def test_scale_and_correlation():
     expected = np.corrcoef(row["old"].exp().numpy(), row["new"].exp().numpy())[0, 1]
     assert whole["correlation"] == pytest.approx(expected, abs=1e-9)
     assert whole["kl"] == pytest.approx(float((row["new"] - row["reference"]).sum()), abs=1e-9)
-
-
-def test_preference_loss():
-    rng = np.random.default_rng(4)
-    cases = [tuple(rng.normal(size=4) * s) + (b, e) for s in (1, 30, 3000) for b in (0.1, 0.5) for e in (0.0, 0.1)]
-    asked = [dict(zip(("chosen", "rejected", "reference_chosen", "reference_rejected", "beta", "smoothing"), c),
-                  kind="preference") for c in cases]
-    for (c, r, rc, rr, beta, smoothing), answer in zip(cases, ask(asked)):
-        chosen, rejected = (torch.tensor(v, dtype=torch.float64, requires_grad=True) for v in (c, r))
-        x = beta * ((chosen - rc) - (rejected - rr))
-        loss = -(1 - smoothing) * torch.nn.functional.logsigmoid(x) - smoothing * torch.nn.functional.logsigmoid(-x)
-        loss.backward()
-        assert answer["loss"] == pytest.approx(loss.item(), rel=1e-9, abs=1e-12)
-        np.testing.assert_allclose(answer["gradient"], [float(chosen.grad), float(rejected.grad)], rtol=1e-9, atol=1e-12)
 
 
 def weights_oracle(samples, scale_rewards, normalize, balance):

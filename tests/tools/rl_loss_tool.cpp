@@ -1,4 +1,4 @@
-// For tests/oracle: policy losses, preference losses and sample weights of JSON lines on stdin, as JSON lines on
+// For tests/oracle: policy losses and sample weights of JSON lines on stdin, as JSON lines on
 // stdout. Unknown log-probabilities are null on both sides.
 #include <cmath>
 #include <cstdio>
@@ -53,12 +53,6 @@ json policy(const json& in) {
           {"correlation", loss.stats.probability_correlation()}};
 }
 
-json preference(const json& in) {
-  const PreferenceLoss l = preference_loss(
-      {in["chosen"], in["rejected"], in["reference_chosen"], in["reference_rejected"]}, in["beta"], in["smoothing"]);
-  return {{"loss", l.loss}, {"gradient", {l.d_chosen, l.d_rejected}}};
-}
-
 json weights(const json& in) {
   std::vector<RewardedSample> samples;
   for (const json& s : in["samples"]) samples.push_back({s["group"], s["reward"], s["tokens"]});
@@ -78,7 +72,6 @@ json weights(const json& in) {
 int main() {
   for (std::string line; std::getline(std::cin, line);) {
     const json in = json::parse(line);
-    const std::string kind = in["kind"];
-    std::cout << (kind == "policy" ? policy(in) : kind == "preference" ? preference(in) : weights(in)).dump() << "\n";
+    std::cout << (in["kind"] == "policy" ? policy(in) : weights(in)).dump() << "\n";
   }
 }
