@@ -67,21 +67,18 @@ class Loop {
   RunSummary run(const LoopHooks& hooks) {
     print_plan();
     MetricsWriter metrics(directory_.path, state_.step);
-    ProgressLine progress(state_.command, "steps", summary_.total_steps, state_.step);
-    while (state_.step < summary_.total_steps && !summary_.stopped) {
-      one_step(metrics);
-      progress.update(state_.step, note());
-      const bool last = state_.step == summary_.total_steps;
-      summary_.stopped = !last && hooks.stop && hooks.stop();
-      if (last || summary_.stopped || due(config_.train.save_every)) save();
-      if (hooks.after_step) hooks.after_step(state_.step);
-    }
-    summary_.steps = state_.step;
+    run_steps(
+        state_.command, config_.train.save_every, hooks, state_.step, summary_,
+        [&] {
+          one_step(metrics);
+          return fmt::format("loss {:.4f}", summary_.loss);
+        },
+        [&] { save(); });
     return summary_;
   }
 
  private:
-  bool due(int64_t every) const { return every > 0 && state_.step % every == 0; }
+  bool due(int64_t every) const { return is_due(state_.step, every); }
   std::string folder(int64_t step) const { return directory_.path + "/" + checkpoint_name(step); }
 
   void resume() {
@@ -125,13 +122,6 @@ class Loop {
     return rows;
   }
 
-  [[noreturn]] void fail_diverged(const std::string& what) const {
-    const std::string last =
-        summary_.checkpoint.empty() ? "there is no checkpoint yet" : "the last checkpoint is " + summary_.checkpoint;
-    fail(fmt::format("step {}", state_.step), what,
-         "lower train.learning_rate or train.max_grad_norm, or raise train.warmup_steps; " + last);
-  }
-
   void one_step(MetricsWriter& metrics) {
     const auto start = std::chrono::steady_clock::now();
     const std::vector<TrainRow> rows = next_rows();
@@ -141,11 +131,10 @@ class Loop {
 
     zero_gradients(trainee_);
     const StepLosses losses = accumulate_gradients(trainee_, rows, numerics_, loss_weights(config_));
-    if (!std::isfinite(losses.loss)) fail_diverged(fmt::format("the loss is {}", losses.loss));
-    const double norm = gradient_norm(trainee_);
-    if (!std::isfinite(norm)) fail_diverged("the gradient of " + find_bad_gradient(trainee_) + " is not finite");
+    require_finite_loss(losses.loss, state_.step, summary_.checkpoint);
     const double lr = learning_rate(config_.train, state_.step, summary_.total_steps);
-    optimizer_.step(trainee_, lr, clip_factor(norm, config_.train.max_grad_norm), state_.step);
+    const double norm =
+        apply_gradients(trainee_, optimizer_, lr, config_.train.max_grad_norm, state_.step, summary_.checkpoint);
     if (config_.command == RunCommand::pretrain)
       update_router_bias(trainee_, losses.expert_rows, config_.pretrain.bias_update_rate);
 
@@ -187,8 +176,6 @@ class Loop {
     return m;
   }
 
-  std::string note() const { return fmt::format("loss {:.4f}", summary_.loss); }
-
   void save() {
     summary_.checkpoint = folder(state_.step);
     write_checkpoint(summary_.checkpoint, trainee_, optimizer_, state_, config_.model.path);
@@ -216,6 +203,20 @@ std::string with_commas(int64_t n) {
   std::string text = std::to_string(n);
   for (auto i = static_cast<int64_t>(text.size()) - 3; i > (n < 0); i -= 3) text.insert(static_cast<size_t>(i), ",");
   return text;
+}
+
+void run_steps(const std::string& what, int64_t save_every, const LoopHooks& hooks, const int64_t& done,
+               RunSummary& summary, const std::function<std::string()>& step, const std::function<void()>& save) {
+  ProgressLine progress(what, "steps", summary.total_steps, done);
+  while (done < summary.total_steps && !summary.stopped) {
+    const std::string note = step();
+    progress.update(done, note);
+    const bool last = done == summary.total_steps;
+    summary.stopped = !last && hooks.stop && hooks.stop();
+    if (last || summary.stopped || is_due(done, save_every)) save();
+    if (hooks.after_step) hooks.after_step(done);
+  }
+  summary.steps = done;
 }
 
 RunSummary run_loop(const RunConfig& config, Trainee& trainee, const TrainingData& data, const RunDirectory& directory,

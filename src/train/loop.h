@@ -35,6 +35,15 @@ struct RunSummary {
 RunSummary run_loop(const RunConfig& config, Trainee& trainee, const TrainingData& data, const RunDirectory& directory,
                     const LoopHooks& hooks = {});
 
+// The steps of any loop, from `done` to summary.total_steps: progress, stopping, checkpoints. step: does one, raises
+// `done`, gives the note of the progress line. save: writes a checkpoint; called every save_every steps (0 = never), at
+// the end and on a stop.
+void run_steps(const std::string& what, int64_t save_every, const LoopHooks& hooks, const int64_t& done,
+               RunSummary& summary, const std::function<std::string()>& step, const std::function<void()>& save);
+
+// Whether something that is done every so many steps (0 = never) is due after `step`.
+inline bool is_due(int64_t step, int64_t every) { return every > 0 && step % every == 0; }
+
 // "1,234,567"
 std::string with_commas(int64_t n);
 

@@ -13,7 +13,6 @@
 #include "base/error.h"
 #include "base/log.h"
 #include "base/parallel.h"
-#include "base/progress.h"
 #include "model/adapter_files.h"
 #include "train/checkpoints.h"
 #include "train/rl_batch.h"
@@ -141,21 +140,14 @@ class RlLoop {
       evaluate_policy(values);
       metrics.write(0, values);
     }
-    ProgressLine progress("rl", "steps", summary_.total_steps, state_.step);
-    while (state_.step < summary_.total_steps && !summary_.stopped) {
-      one_step(metrics, samples);
-      progress.update(state_.step, note_);
-      const bool last = state_.step == summary_.total_steps;
-      summary_.stopped = !last && hooks.stop && hooks.stop();
-      if (last || summary_.stopped || due(config_.train.save_every)) save();
-      if (hooks.after_step) hooks.after_step(state_.step);
-    }
-    summary_.steps = state_.step;
+    run_steps(
+        state_.command, config_.train.save_every, hooks, state_.step, summary_,
+        [&] { return one_step(metrics, samples); }, [&] { save(); });
     return summary_;
   }
 
  private:
-  bool due(int64_t every) const { return every > 0 && state_.step % every == 0; }
+  bool due(int64_t every) const { return is_due(state_.step, every); }
   std::string folder(int64_t step) const { return directory_.path + "/" + checkpoint_name(step); }
   std::string log_path(int64_t step) const { return fmt::format("{}/rollouts/step_{:06}.log", directory_.path, step); }
 
@@ -292,20 +284,15 @@ class RlLoop {
     }
   }
 
-  [[noreturn]] void fail_diverged(const std::string& what) const {
-    fail(fmt::format("step {}", state_.step), what, "lower train.learning_rate or train.max_grad_norm");
-  }
-
   // -> new - recorded log-probability of each trained token of each sample.
   std::vector<std::vector<float>> train_on(const RlRows& rows, size_t samples, RlStepFigures& f) {
     std::vector<std::vector<float>> difference(samples);
     if (rows.trained == 0) return difference;
     zero_gradients(trainee_);
     f.result = accumulate_rl_gradients(trainee_, rows.rows, numerics_, loss_);
-    if (!std::isfinite(f.result.loss)) fail_diverged(fmt::format("the loss is {}", f.result.loss));
-    f.grad_norm = gradient_norm(trainee_);
-    if (!std::isfinite(f.grad_norm)) fail_diverged("the gradient of " + find_bad_gradient(trainee_) + " is not finite");
-    optimizer_.step(trainee_, f.learning_rate, clip_factor(f.grad_norm, config_.train.max_grad_norm), state_.step);
+    require_finite_loss(f.result.loss, state_.step, summary_.checkpoint);
+    f.grad_norm = apply_gradients(trainee_, optimizer_, f.learning_rate, config_.train.max_grad_norm, state_.step,
+                                  summary_.checkpoint);
     for (size_t r = 0; r < rows.rows.size(); ++r)
       for (size_t i = 0; i < rows.rows[r].origin.size(); ++i)
         difference[static_cast<size_t>(rows.rows[r].origin[i].sample)].push_back(f.result.logprobs[r].f32()[i] -
@@ -313,7 +300,8 @@ class RlLoop {
     return difference;
   }
 
-  void one_step(MetricsWriter& metrics, JsonLines& samples_file) {
+  // -> the note of the progress line
+  std::string one_step(MetricsWriter& metrics, JsonLines& samples_file) {
     const auto start = std::chrono::steady_clock::now();
     start_batches();
     const RlBatch batch = batches_.front().get();
@@ -341,6 +329,8 @@ class RlLoop {
     finish_step(batch, weights, difference, f, metrics, samples_file);
     summary_.tokens += rows.physical_tokens;
     summary_.seconds += seconds_since(start);
+    return fmt::format("reward {:.3f}, mismatch {}, grad {:.3g}", summary_.reward, f.result.stats.largest_difference,
+                       f.grad_norm);
   }
 
   void finish_step(const RlBatch& batch, const std::vector<SampleWeight>& weights,
@@ -349,8 +339,6 @@ class RlLoop {
     const bool last = state_.step == summary_.total_steps;
     summary_.loss = f.result.loss;
     summary_.reward = mean_reward(batch);
-    note_ = fmt::format("reward {:.3f}, mismatch {}, grad {:.3g}", summary_.reward, f.result.stats.largest_difference,
-                        f.grad_norm);
     warn(state_.step, f, batch);
     Metrics values;
     if (last || due(config_.train.log_every)) values = step_metrics(f, batch);
@@ -396,7 +384,6 @@ class RlLoop {
   RowStream order_;  // of the prompts
   TrainerState state_;
   RunSummary summary_;
-  std::string note_;
   int64_t logs_removed_ = 0;
   std::shared_ptr<const Adapter> reference_;  // nullptr: the base model
   std::map<int64_t, std::shared_ptr<const Adapter>> history_;

@@ -1,6 +1,9 @@
 #include "train/step.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <cmath>
 
 #include "base/error.h"
 #include "ops/head.h"
@@ -152,6 +155,27 @@ void update_router_bias(Trainee& trainee, const std::vector<std::vector<int64_t>
       if (missing != 0) bias.f32()[e] += static_cast<float>(missing > 0 ? rate : -rate);
     }
   }
+}
+
+namespace {
+[[noreturn]] void fail_diverged(int64_t step, const std::string& what, const std::string& checkpoint) {
+  fail("step " + std::to_string(step), what,
+       "lower train.learning_rate or train.max_grad_norm, or raise train.warmup_steps; " +
+           (checkpoint.empty() ? "there is no checkpoint yet" : "the last checkpoint is " + checkpoint));
+}
+}  // namespace
+
+void require_finite_loss(double loss, int64_t step, const std::string& checkpoint) {
+  if (!std::isfinite(loss)) fail_diverged(step, fmt::format("the loss is {}", loss), checkpoint);
+}
+
+double apply_gradients(Trainee& trainee, Optimizer& optimizer, double lr, double max_norm, int64_t step,
+                       const std::string& checkpoint) {
+  const double norm = gradient_norm(trainee);
+  if (!std::isfinite(norm))
+    fail_diverged(step, "the gradient of " + find_bad_gradient(trainee) + " is not finite", checkpoint);
+  optimizer.step(trainee, lr, clip_factor(norm, max_norm), step);
+  return norm;
 }
 
 double clip_factor(double norm, double max_norm) { return max_norm > 0 && norm > max_norm ? max_norm / norm : 1; }

@@ -40,6 +40,13 @@ double evaluate(Trainee& trainee, const std::vector<TrainRow>& rows, Numerics nu
 // whose weights are all trained.
 void update_router_bias(Trainee& trainee, const std::vector<std::vector<int64_t>>& expert_rows, double rate);
 
+// Clips the gradients to max_norm (0 = never) and moves the parameters. -> their norm before that. Error: it is not
+// finite; nothing has moved then, and checkpoint, which may be "", is named as what is left.
+double apply_gradients(Trainee& trainee, Optimizer& optimizer, double lr, double max_norm, int64_t step,
+                       const std::string& checkpoint);
+// Error: the loss of a step is not finite.
+void require_finite_loss(double loss, int64_t step, const std::string& checkpoint);
+
 // The factor that brings gradients of this norm down to max_norm; 1 if they are below, or if max_norm is 0.
 double clip_factor(double norm, double max_norm);
 

@@ -92,12 +92,7 @@ TEST(Forward, ChunkedPrefillAndDecodingHaveTheBitsOfOneShot) {  // B3, T31, T36
 
 // The released ratios and window: every prompt length around the multiples of 4 and 128, then decoding.
 TEST(Forward, PrefillThenDecodeAtTheReleasedRatios) {
-  ModelConfig c = tiny_config();
-  c.hca_ratio = 128;
-  c.sliding_window = 128;
-  c.num_hidden_layers = 3;
-  using K = LayerKind;
-  c.layer_kinds = {K::csa, K::hca, K::window, K::window};
+  const ModelConfig c = testing::released_ratios_config();
   auto m = random_model(c, 3);
   const std::vector<int> ids = random_tokens(c, 262, 6);
   const Tensor whole = hidden_of(*m, {ids}, Numerics::released);

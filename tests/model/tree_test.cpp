@@ -80,12 +80,7 @@ TEST(Trees, BranchPointsAtEveryResidue) {
 }
 
 TEST(Trees, AtTheReleasedRatios) {
-  ModelConfig c = tiny_config();
-  c.hca_ratio = 128;
-  c.sliding_window = 128;
-  c.num_hidden_layers = 3;
-  using K = LayerKind;
-  c.layer_kinds = {K::csa, K::hca, K::window, K::window};
+  const ModelConfig c = testing::released_ratios_config();
   auto m = random_model(c, 3);
   for (int prefix : {1, 3, 125, 126, 127, 128, 129, 131, 254, 256, 383, 600}) {
     Forest f{{{-1, random_tokens(c, prefix, 1), 0},

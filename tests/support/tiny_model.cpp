@@ -96,6 +96,16 @@ ModelConfig tiny_config() {
   return c;
 }
 
+ModelConfig released_ratios_config() {
+  ModelConfig c = tiny_config();
+  c.hca_ratio = 128;
+  c.sliding_window = 128;
+  c.num_hidden_layers = 3;
+  using K = LayerKind;
+  c.layer_kinds = {K::csa, K::hca, K::window, K::window};
+  return c;
+}
+
 std::shared_ptr<ResidentWeights> random_model(const ModelConfig& config, uint64_t seed, WeightFormat format) {
   Filler fill{config, {}, seed, format};
   for (const InventoryEntry& e : inventory(config)) fill.entries[e.name] = e;
