@@ -2,13 +2,9 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <thread>
 
 #include "base/error.h"
-#include "base/log.h"
 #include "reward/http.h"
 #include "reward/json_text.h"
 #include "reward/program.h"
@@ -23,14 +19,6 @@ std::vector<RewardPart> make_parts(const std::vector<RewardConfig>& configs) {
   return parts;
 }
 
-void report_failures(const std::vector<Score>& scores) {
-  const auto failed = std::ranges::count_if(scores, &Score::failed);
-  if (failed == 0) return;
-  const auto first = std::ranges::find_if(scores, &Score::failed);
-  log_warning("{} of {} samples have no reward and are left out; the first of them (sample {} of the batch): {}",
-              failed, scores.size(), first - scores.begin(), first->failure);
-}
-
 }  // namespace
 
 RewardPart make_reward(const RewardConfig& config) {
@@ -43,13 +31,9 @@ RewardPart make_reward(const RewardConfig& config) {
   return {config.name, config.weight, std::visit(make, config.keys)};
 }
 
-Scorer::Scorer(std::vector<RewardPart> parts, int threads) : parts_(std::move(parts)), threads_(threads) {
-  PLUMB_CHECK(threads >= 1);
-}
+Scorer::Scorer(const std::vector<RewardConfig>& configs) : Scorer(make_parts(configs)) {}
 
-Scorer::Scorer(const std::vector<RewardConfig>& configs, int threads) : Scorer(make_parts(configs), threads) {}
-
-Score Scorer::score_one(const RewardSample& sample) const {
+Score Scorer::score(const RewardSample& sample) const {
   Score total;
   for (const RewardPart& part : parts_) {
     try {
@@ -67,26 +51,8 @@ Score Scorer::score_one(const RewardSample& sample) const {
   return total;
 }
 
-std::vector<Score> Scorer::score(std::span<const RewardSample> samples) const {
-  std::vector<Score> scores(samples.size());
-  for_each_waiting(static_cast<int64_t>(samples.size()), threads_,
-                   [&](int64_t k) { scores[static_cast<size_t>(k)] = score_one(samples[static_cast<size_t>(k)]); });
-  report_failures(scores);
-  return scores;
-}
-
 void Scorer::check_line(const nlohmann::json& line, const std::string& where) const {
   for (const RewardPart& part : parts_) part.reward->check_line(line, where);
-}
-
-void for_each_waiting(int64_t n, int threads, const std::function<void(int64_t)>& body) {
-  std::atomic<int64_t> next = 0;
-  const auto work = [&] {
-    for (int64_t k = next++; k < n; k = next++) body(k);
-  };
-  std::vector<std::jthread> others;
-  for (int64_t k = 1; k < std::min<int64_t>(threads, n); ++k) others.emplace_back(work);
-  work();
 }
 
 }  // namespace plumb

@@ -1,8 +1,6 @@
-// The rewards of a run: weighted parts, whole batches at once.
+// The rewards of a run: weighted parts, and their sum.
 #pragma once
-#include <functional>
 #include <memory>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -22,27 +20,19 @@ RewardPart make_reward(const RewardConfig& config);
 
 class Scorer {
  public:
-  // threads: samples that are scored at once, at least 1. As many as the largest number of processes make sense.
-  Scorer(std::vector<RewardPart> parts, int threads);
-  Scorer(const std::vector<RewardConfig>& configs, int threads);
+  explicit Scorer(std::vector<RewardPart> parts) : parts_(std::move(parts)) {}
+  explicit Scorer(const std::vector<RewardConfig>& configs);
 
-  // One score a sample, in their order. The total is the sum of weight * reward over the parts, added in their order;
-  // metrics are "NAME" (the part's reward without its weight) and "NAME/METRIC". If a part fails, the sample has
-  // failed, with the part's name and reason, and later parts are not asked. Never throws for what a reward does;
-  // failures are counted in the log, with the first reason. May be called from several threads.
-  std::vector<Score> score(std::span<const RewardSample> samples) const;
+  // The total is the sum of weight * reward over the parts, added in their order; metrics are "NAME" (the part's reward
+  // without its weight) and "NAME/METRIC". If a part fails, the sample has failed, with the part's name and reason, and
+  // later parts are not asked. Never throws for what a reward does. May be called from several threads at once.
+  Score score(const RewardSample& sample) const;
 
   // Whether every part has what it needs of a dataset line. Error: `where` (file:line) and the field.
   void check_line(const nlohmann::json& line, const std::string& where) const;
 
  private:
-  Score score_one(const RewardSample& sample) const;
   std::vector<RewardPart> parts_;
-  int threads_;
 };
-
-// Calls body(0) ... body(n - 1), each once, on at most `threads` threads; returns when all are done. For work that
-// waits, where base/parallel.h is for work that computes. The body must not throw.
-void for_each_waiting(int64_t n, int threads, const std::function<void(int64_t)>& body);
 
 }  // namespace plumb

@@ -30,45 +30,17 @@ class BackgroundAnswer : public Answer {
 
 }  // namespace
 
-Background::Background() : thread_([this] { run(); }) {}
-
-Background::~Background() {
-  {
-    const std::lock_guard lock(mutex_);
-    stop_ = true;
-  }
-  changed_.notify_one();
-  thread_.join();
-}
-
 std::unique_ptr<Answer> Background::answer(std::function<HttpReply()> work, Wake wake) {
   auto result = std::make_shared<Result>();
   result->wake = std::move(wake);
   auto answer = std::make_unique<BackgroundAnswer>(result);
-  {
-    const std::lock_guard lock(mutex_);
-    works_.push_back([result, work = std::move(work)] {
-      HttpReply reply = work();
-      const std::lock_guard lock(result->mutex);
-      result->reply = std::move(reply);
-      result->wake();
-    });
-  }
-  changed_.notify_one();
+  thread_.add([result, work = std::move(work)] {
+    HttpReply reply = work();
+    const std::lock_guard lock(result->mutex);
+    result->reply = std::move(reply);
+    result->wake();
+  });
   return answer;
-}
-
-void Background::run() {
-  std::unique_lock lock(mutex_);
-  while (true) {
-    changed_.wait(lock, [this] { return stop_ || !works_.empty(); });
-    if (stop_) return;
-    const auto work = std::move(works_.front());
-    works_.pop_front();
-    lock.unlock();
-    work();
-    lock.lock();
-  }
 }
 
 }  // namespace plumb::serve

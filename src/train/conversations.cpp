@@ -4,7 +4,7 @@
 #include <nlohmann/json.hpp>
 
 #include "base/error.h"
-#include "reward/scorer.h"
+#include "base/waiting.h"
 #include "tokenizer/chat_encode.h"
 #include "tokenizer/chat_stream.h"
 

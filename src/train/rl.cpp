@@ -86,8 +86,7 @@ RlInputs read_inputs(const RunConfig& config, const ModelConfig& model) {
   if (!in.environment && config.sampling.max_turns > 1)
     fail(config.file, fmt::format("sampling.max_turns = {} without an [environment]", config.sampling.max_turns),
          "only an environment's replies make further turns");
-  constexpr int kWaiting = 8;  // samples whose programs and endpoints are asked at once
-  in.scorer = std::make_unique<Scorer>(tables.rewards, kWaiting);
+  in.scorer = std::make_unique<Scorer>(tables.rewards);
   const DatasetOptions options = dataset_options(config.data, model);
   const auto read = [&](const std::string& path) {
     std::vector<Prompt> prompts = read_prompts(path, in.text(), options, static_cast<int>(config.sampling.max_tokens));

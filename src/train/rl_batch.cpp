@@ -47,12 +47,12 @@ uint64_t fingerprint(const std::vector<RolloutTask>& tasks, const BatchRequest& 
   return hash_text(config.model.numerics, hash_bytes(numbers, sizeof numbers, h));
 }
 
-json score_to_json(const Score& s) {
+std::string score_to_text(const Score& s) {
   json j = {{"reward", s.reward}, {"metrics", s.metrics}};
   if (s.failed()) j["failure"] = s.failure;
-  return j;
+  return j.dump(-1, ' ', false, json::error_handler_t::replace);  // a program may have said anything
 }
-Score score_from_json(const std::string& text) {
+Score score_from_text(const std::string& text) {
   const json j = json::parse(text);
   return {j["reward"].get<double>(), j["metrics"].get<std::map<std::string, double>>(), j.value("failure", "")};
 }
@@ -93,48 +93,33 @@ RlBatch BatchSampler::sample(const BatchRequest& request) {
     batch.conversations = conversations;  // owns the prompts
   }
   RolloutLog log(request.log, batch.tasks.size(), fingerprint(batch.tasks, request, config_));
-  RolloutOptions options{request.sampling,
-                         request.adapter,
-                         static_cast<int>(config_.sampling.max_turns),
-                         static_cast<int>(config_.data.row_tokens),
-                         {}};
+  RolloutOptions options;
+  options.sampling = request.sampling;
+  options.adapter = request.adapter;
+  options.max_turns = static_cast<int>(config_.sampling.max_turns);
+  options.row_tokens = static_cast<int>(config_.data.row_tokens);
   if (environment_)
     options.reply = [&](size_t i, int turn, const LoggedSample& s) { return conversations->reply(i, turn, s); };
+  const auto last_answer = [&](size_t i, const LoggedSample& s) {
+    return read_answer(s, s.turn_end.size() - 1, *batch.tasks[i].prompt, tokenizer_, request.sampling.stop_tokens);
+  };
+  options.score = [&](size_t i, const LoggedSample& s) {
+    RewardSample sample = reward_sample(batch.tasks[i]);
+    sample.answer = last_answer(i, s);
+    Score score = scorer_.score(sample);
+    if (conversations) score = add(conversations->close(i, s), score);
+    return score_to_text(score);
+  };
   sample_rollouts(engine_, batch.tasks, options, log, [&] {
     if (stop_ && stop_()) fail("sampling", "was stopped");
   });
-
   for (size_t i = 0; i < batch.tasks.size(); ++i) {
     batch.samples.push_back(log[i]);
-    batch.answers.push_back(read_answer(log[i], log[i].turn_end.size() - 1, *batch.tasks[i].prompt, tokenizer_,
-                                        request.sampling.stop_tokens));
+    batch.answers.push_back(last_answer(i, log[i]));
+    batch.scores.push_back(score_from_text(*log[i].reward));
   }
-  score(batch, log, conversations.get());
   batch.seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   return batch;
-}
-
-// A reward that the log has counts, however often the run was interrupted.
-void BatchSampler::score(RlBatch& batch, RolloutLog& log, Conversations* conversations) {
-  std::vector<RewardSample> unscored;
-  std::vector<size_t> which;
-  batch.scores.resize(batch.tasks.size());
-  for (size_t i = 0; i < batch.tasks.size(); ++i) {
-    if (log[i].reward) {
-      batch.scores[i] = score_from_json(*log[i].reward);
-      continue;
-    }
-    which.push_back(i);
-    unscored.push_back(reward_sample(batch.tasks[i]));
-    unscored.back().answer = batch.answers[i];
-  }
-  std::vector<Score> scores = scorer_.score(unscored);
-  for (size_t k = 0; k < which.size(); ++k) {
-    if (conversations) scores[k] = add(conversations->close(which[k], log[which[k]]), scores[k]);
-    batch.scores[which[k]] = scores[k];
-    log.set_reward(which[k], score_to_json(scores[k]).dump());
-  }
-  log.flush();
 }
 
 }  // namespace plumb

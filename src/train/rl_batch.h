@@ -40,7 +40,6 @@ class BatchSampler {
   RlBatch sample(const BatchRequest& request);
 
  private:
-  void score(RlBatch& batch, RolloutLog& log, Conversations* conversations);
   const RunConfig& config_;
   const Tokenizer* tokenizer_;
   const Scorer& scorer_;

@@ -1,13 +1,22 @@
 #include "train/rollouts.h"
 
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <exception>
 #include <limits>
 #include <map>
+#include <mutex>
 
 #include "base/error.h"
+#include "base/waiting.h"
 
 namespace plumb {
 namespace {
+
+constexpr int kOutside = 16;                        // samples that programs and endpoints are asked about at once
+constexpr std::chrono::milliseconds kPatience{50};  // between two calls of `progress` while there is only waiting
 
 class Sampling {
  public:
@@ -19,24 +28,40 @@ class Sampling {
   }
 
   void run(const std::function<void()>& progress) {
-    while (!engine_.idle()) {
-      for (const Event& e : engine_.step()) take(e);
+    while (!engine_.idle() || outside_ > 0) {
+      take_results(engine_.idle());
+      if (!engine_.idle())
+        for (const Event& e : engine_.step()) take(e);
       log_.flush();
       if (progress) progress();
     }
   }
 
  private:
-  // Starts the next answer of a sample, or the rest of one that was interrupted; nothing if it is finished.
+  // Begins what comes next for a sample: an answer, the rest of one that was interrupted, the reply to one that has
+  // ended, or the reward.
   void go_on(size_t i) {
     const LoggedSample& s = log_[i];
-    const bool open = s.open_tokens() > 0 || s.turn_end.empty();
-    if (!open && s.turn_end.back() == static_cast<int>(s.tokens.size()) && !add_reply(i)) return;
+    if (s.open_tokens() > 0 || s.turn_end.empty() || s.turn_end.back() < static_cast<int>(s.tokens.size()))
+      return answer(i);
+    const int turns = static_cast<int>(s.turn_end.size());
+    if (s.reward || !options_.reply || turns >= options_.max_turns || s.finish.back() != Finish::stop) return score(i);
+    ask([this, i, turns, s] { return options_.reply(i, turns - 1, s); },
+        [this, i](const Reply& reply) {
+          const size_t length = tasks_[i].prompt->tokens.size() + log_[i].tokens.size() + reply.tokens.size();
+          if (reply.tokens.empty() || length >= static_cast<size_t>(options_.row_tokens)) return score(i);
+          log_.add_reply(i, reply.tokens);
+          answer(i);
+        });
+  }
+
+  void answer(size_t i) {
+    const LoggedSample& s = log_[i];
     Request r;
     r.prompt = tasks_[i].prompt->tokens;
-    const auto answer = log_[i].tokens.end() - log_[i].open_tokens();
-    r.prompt.insert(r.prompt.end(), log_[i].tokens.begin(), answer);
-    r.answer.assign(answer, log_[i].tokens.end());
+    const auto begun = s.tokens.end() - s.open_tokens();
+    r.prompt.insert(r.prompt.end(), s.tokens.begin(), begun);
+    r.answer.assign(begun, s.tokens.end());
     r.sampling = options_.sampling;
     r.sampling.max_tokens = std::min(r.sampling.max_tokens, options_.row_tokens - static_cast<int>(r.prompt.size()));
     r.key = tasks_[i].key;
@@ -44,16 +69,10 @@ class Sampling {
     sample_of_[engine_.submit(std::move(r))] = i;
   }
 
-  // The environment's reply to an answer that has ended. false: the sample is finished.
-  bool add_reply(size_t i) {
-    const LoggedSample& s = log_[i];
-    const int turns = static_cast<int>(s.turn_end.size());
-    if (turns >= options_.max_turns || s.finish.back() != Finish::stop || !options_.reply) return false;
-    const Reply reply = options_.reply(i, turns - 1, s);
-    const size_t length = tasks_[i].prompt->tokens.size() + s.tokens.size() + reply.tokens.size();
-    if (reply.tokens.empty() || length >= static_cast<size_t>(options_.row_tokens)) return false;
-    log_.add_reply(i, reply.tokens);
-    return true;
+  void score(size_t i) {
+    if (log_[i].reward || !options_.score) return;
+    ask([this, i, s = log_[i]] { return options_.score(i, s); },
+        [this, i](const std::string& json) { log_.set_reward(i, json); });
   }
 
   void take(const Event& e) {
@@ -67,11 +86,46 @@ class Sampling {
     go_on(i);
   }
 
+  // Runs `outside` on another thread and, some time later, `then` with its result on this one.
+  template <class Outside, class Then>
+  void ask(Outside outside, Then then) {
+    ++outside_;
+    threads_.add([this, outside = std::move(outside), then = std::move(then)] {
+      std::function<void()> result;
+      try {
+        result = [then, value = outside()] { then(value); };
+      } catch (...) {
+        result = [error = std::current_exception()] { std::rethrow_exception(error); };
+      }
+      const std::lock_guard lock(mutex_);
+      results_.push_back(std::move(result));
+      came_.notify_one();
+    });
+  }
+
+  void take_results(bool wait) {
+    std::deque<std::function<void()>> results;
+    {
+      std::unique_lock lock(mutex_);
+      if (wait) came_.wait_for(lock, kPatience, [this] { return !results_.empty(); });
+      results.swap(results_);
+    }
+    for (const auto& result : results) {
+      --outside_;
+      result();
+    }
+  }
+
   Engine& engine_;
   const std::vector<RolloutTask>& tasks_;
   const RolloutOptions& options_;
   RolloutLog& log_;
   std::map<RequestId, size_t> sample_of_;
+  size_t outside_ = 0;  // samples that wait for a reply or a reward
+  std::mutex mutex_;
+  std::condition_variable came_;
+  std::deque<std::function<void()>> results_;  // under mutex_
+  WaitingThreads threads_{kOutside};           // last: its works use the members above
 };
 
 }  // namespace

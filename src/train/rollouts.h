@@ -22,21 +22,25 @@ struct RolloutTask {
 struct Reply {
   std::vector<int> tokens;  // to be read in front of the next answer; empty: the sample is finished
 };
-// Called when answer number `turn` (from 0) of a sample has ended and another one is allowed. Slow ones hold up the
-// others.
-using ReplyFunction = std::function<Reply(size_t sample, int turn, const LoggedSample& so_far)>;
 
 struct RolloutOptions {
   SamplingParams sampling;
   std::string adapter;  // in the engine's registry; empty = base model
   int max_turns = 1;
   int row_tokens = 0;  // prompt, answers and replies together
-  ReplyFunction reply;
+
+  // Both may be empty. They are called on threads of their own, for several samples at a time but never twice at once
+  // for one, while the others are sampled: a slow one holds up its own sample alone.
+  // Called when answer number `turn` (from 0) of a sample has ended and another one is allowed.
+  std::function<Reply(size_t sample, int turn, const LoggedSample& so_far)> reply;
+  // Called when a sample is finished and the log has no reward for it: the reward to be logged, as JSON.
+  std::function<std::string(size_t sample, const LoggedSample& whole)> score;
 };
 
-// Samples what the log does not have yet and returns when every sample is finished. Calls `progress` after each step of
-// the engine, which may be empty. What an interrupted run had begun goes on where it was: the same tokens as without
-// the interruption.
+// Samples and scores what the log does not have yet and returns when every sample is finished. Calls `progress`, which
+// may be empty, after each step of the engine and every now and then while there is only waiting to be done. What an
+// interrupted run had begun goes on where it was: the same tokens as without the interruption. What reply and score
+// throw is thrown here.
 void sample_rollouts(Engine& engine, const std::vector<RolloutTask>& tasks, const RolloutOptions& options,
                      RolloutLog& log, const std::function<void()>& progress = {});
 

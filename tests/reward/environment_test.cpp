@@ -7,8 +7,8 @@
 
 #include "base/files.h"
 #include "base/log.h"
+#include "base/waiting.h"
 #include "process_testing.h"
-#include "reward/scorer.h"
 #include "support/temp_path.h"
 #include "testing.h"
 
@@ -127,8 +127,8 @@ TEST_F(EnvironmentTest, AProcessThatEndsCostsItsSessionsAndNoOther) {
 TEST_F(EnvironmentTest, AnAbandonedSessionIsToldAndNobodyWaits) {
   const std::string closed = testing::temp_path("closed"), log = testing::temp_path("abandoned.log");
   set_log_file(log);
-  Environment environment(shell_program(
-      answering("*abandoned*) echo closed > " + closed + R"(; echo "{\"id\":$id}" ;;)" + "\n" + kTurns)));
+  Environment environment(
+      shell_program(answering("*abandoned*) echo closed > " + closed + R"(; echo "{\"id\":$id}" ;;)" + "\n" + kTurns)));
   EnvironmentTurn turn;
   environment.open(sample_of(""), turn);  // and dropped at once
   const auto other = environment.open(sample_of(""), turn);

@@ -22,6 +22,7 @@ using ::testing::HasSubstr;
 using testing::open_descriptors;
 using testing::processes_left_after_killing;
 using testing::sample_of;
+using testing::score_all;
 using testing::shell_program;
 
 // Nothing may be left of any test: no process, no descriptor.
@@ -35,16 +36,16 @@ class ProgramTest : public ::testing::Test {
   int descriptors_ = 0;
 };
 
-Scorer scorer_of(const ProgramKeys& keys, int threads = 1) {
+Scorer scorer_of(const ProgramKeys& keys) {
   std::vector<RewardPart> parts;
   parts.push_back({"judge", 1, make_program_reward(keys, "judge")});
-  return Scorer(std::move(parts), threads);
+  return Scorer(std::move(parts));
 }
 
 std::vector<Score> scores(const Scorer& scorer, const std::vector<std::string>& contents) {
   std::vector<RewardSample> samples;
   for (const std::string& content : contents) samples.push_back(sample_of(content));
-  return scorer.score(samples);
+  return score_all(scorer, samples);
 }
 
 TEST_F(ProgramTest, TwoHundredSamplesInParallelKeepTheirOrder) {
@@ -52,13 +53,13 @@ TEST_F(ProgramTest, TwoHundredSamplesInParallelKeepTheirOrder) {
       R"(*) group=${line##*'"group":'}; echo "{\"id\":$id,\"reward\":${group%%,*},\"metrics\":{\"m\":true}}" ;;)"));
   keys.processes = 4;
   keys.time_limit = 20;
-  const Scorer scorer = scorer_of(keys, 8);
+  const Scorer scorer = scorer_of(keys);
   std::vector<RewardSample> samples;
   for (int k = 0; k < 200; ++k) {
     samples.push_back(sample_of("text"));
     samples.back().group = k;
   }
-  const std::vector<Score> all = scorer.score(samples);
+  const std::vector<Score> all = score_all(scorer, samples, 8);
   ASSERT_EQ(all.size(), 200u);
   for (int k = 0; k < 200; ++k) {
     EXPECT_EQ(all[static_cast<size_t>(k)].failure, "");
@@ -241,7 +242,7 @@ TEST_F(ProgramTest, Examples) {
   const Scorer scorer = scorer_of(keys);
   std::vector<RewardSample> samples;
   for (const char* content : {"42", "It is 42.", "43", ""}) samples.push_back(sample_of(content, {{"answer", 42}}));
-  const auto all = scorer.score(samples);
+  const auto all = score_all(scorer, samples);
   const std::vector<double> wanted = {1, 0.5, 0, 0};
   for (size_t k = 0; k < wanted.size(); ++k) EXPECT_EQ(all[k].reward, wanted[k]) << all[k].failure;
   EXPECT_EQ(all[1].metrics.at("judge/words"), 3);

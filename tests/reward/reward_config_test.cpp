@@ -162,7 +162,7 @@ TEST(RewardConfig, Environment) {
 }
 
 TEST(RewardConfig, WrongPartsAreFoundWhenTheyAreMade) {
-  const auto made = [](const std::string& toml) { Scorer(parse_rewards(toml, "run.toml").rewards, 1); };
+  const auto made = [](const std::string& toml) { Scorer(parse_rewards(toml, "run.toml").rewards); };
   EXPECT_THAT(error_of([&] { made("[[reward]]\nkind = 'regex'\npattern = '('"); }), HasSubstr("run.toml:1: pattern ("));
   EXPECT_THAT(error_of([&] { made("[[reward]]\nkind = 'json_schema'\nschema = { type = 'text' }"); }),
               HasSubstr("run.toml:1: schema /type"));

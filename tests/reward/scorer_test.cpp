@@ -2,16 +2,10 @@
 
 #include <gmock/gmock.h>
 
-#include <atomic>
 #include <cmath>
-#include <condition_variable>
 #include <functional>
 #include <limits>
-#include <mutex>
 
-#include "base/files.h"
-#include "base/log.h"
-#include "support/temp_path.h"
 #include "testing.h"
 
 namespace plumb {
@@ -20,6 +14,7 @@ namespace {
 using testing::error_of;
 using ::testing::HasSubstr;
 using testing::sample_of;
+using testing::score_all;
 
 // A reward that is a function, for tests.
 class Given : public Reward {
@@ -35,11 +30,11 @@ RewardPart part(const std::string& name, double weight, std::function<Score(cons
   return {name, weight, std::make_unique<Given>(std::move(function))};
 }
 
-Scorer scorer_of(RewardPart a, RewardPart b, int threads = 1) {
+Scorer scorer_of(RewardPart a, RewardPart b) {
   std::vector<RewardPart> parts;
   parts.push_back(std::move(a));
   parts.push_back(std::move(b));
-  return Scorer(std::move(parts), threads);
+  return Scorer(std::move(parts));
 }
 
 TEST(Scorer, WeightedSumAndMetrics) {
@@ -48,16 +43,12 @@ TEST(Scorer, WeightedSumAndMetrics) {
                                          return Score{.reward = 0.5, .metrics = {{"m", 3}}};
                                        }),
                                   part("b", -1, [](const auto&) { return Score{.reward = 4}; }));
-  const std::vector<RewardSample> samples = {sample_of("x")};
-  const Score score = scorer.score(samples)[0];
+  const Score score = scorer.score(sample_of("x"));
   EXPECT_EQ(score.reward, 2 * 0.5 - 1 * 4);
   EXPECT_EQ(score.metrics, (std::map<std::string, double>{{"a", 0.5}, {"a/m", 3}, {"b", 4}}));
-  EXPECT_TRUE(scorer.score({}).empty());
 }
 
 TEST(Scorer, AFailedPartFailsTheSampleAndNothingElse) {
-  const std::string log = testing::temp_path("failures.log");
-  set_log_file(log);
   const auto odd = [](const RewardSample& sample) -> Score {
     const std::string& content = sample.answer.content;
     if (content == "error") fail("here", "went wrong");
@@ -73,8 +64,7 @@ TEST(Scorer, AFailedPartFailsTheSampleAndNothingElse) {
   std::vector<RewardSample> samples;
   for (const char* content : {"fine", "error", "exception", "failure", "nan", "infinite", "huge", "fine"})
     samples.push_back(sample_of(content));
-  const std::vector<Score> scores = scorer.score(samples);
-  set_log_file("");
+  const std::vector<Score> scores = score_all(scorer, samples);
   const std::vector<std::string> reasons = {"",
                                             "odd: here: went wrong",
                                             "odd: bare",
@@ -88,48 +78,14 @@ TEST(Scorer, AFailedPartFailsTheSampleAndNothingElse) {
     EXPECT_EQ(scores[k].failed(), !reasons[k].empty());
   }
   EXPECT_EQ(scores.back().reward, 101);
-  EXPECT_THAT(read_text(log),
-              HasSubstr("6 of 8 samples have no reward and are left out; the first of them (sample 1 of the "
-                        "batch): odd: here: went wrong"));
-}
-
-TEST(Scorer, SamplesAreScoredAtOnceAndInOrder) {
-  // Each waits until all four have come: with fewer threads nobody would go on.
-  std::mutex mutex;
-  std::condition_variable changed;
-  int inside = 0;
-  const auto meet = [&](const RewardSample& sample) {
-    std::unique_lock lock(mutex);
-    ++inside;
-    changed.notify_all();
-    changed.wait(lock, [&] { return inside >= 4; });
-    return Score{.reward = static_cast<double>(sample.number)};
-  };
-  std::vector<RewardPart> parts;
-  parts.push_back(part("meet", 1, meet));
-  const Scorer scorer(std::move(parts), 4);
-  std::vector<RewardSample> samples(50, sample_of("x"));
-  for (size_t k = 0; k < samples.size(); ++k) samples[k].number = static_cast<int64_t>(k);
-  const std::vector<Score> scores = scorer.score(samples);
-  for (size_t k = 0; k < samples.size(); ++k) EXPECT_EQ(scores[k].reward, static_cast<double>(k));
 }
 
 TEST(Scorer, LinesAreCheckedByAllParts) {
   const Scorer scorer(
       parse_rewards("[[reward]]\nkind = 'length'\ntarget = 3\n[[reward]]\nkind = 'number'\nfield = 'n'", "r.toml")
-          .rewards,
-      1);
+          .rewards);
   EXPECT_NO_THROW(scorer.check_line({{"n", 3}}, "d.jsonl:1"));
   EXPECT_THAT(error_of([&] { scorer.check_line({{"m", 3}}, "d.jsonl:2"); }), HasSubstr("d.jsonl:2: has no field n"));
-}
-
-TEST(ForEachWaiting, EachIndexOnce) {
-  for (const int threads : {1, 3, 100}) {
-    std::vector<std::atomic<int>> calls(37);
-    for_each_waiting(37, threads, [&](int64_t k) { ++calls[static_cast<size_t>(k)]; });
-    for (const auto& count : calls) EXPECT_EQ(count, 1);
-  }
-  for_each_waiting(0, 4, [](int64_t) { FAIL(); });
 }
 
 }  // namespace

@@ -5,8 +5,10 @@
 #include <string>
 
 #include "base/error.h"
+#include "base/waiting.h"
 #include "reward/reward.h"
 #include "reward/reward_config.h"
+#include "reward/scorer.h"
 
 namespace plumb::testing {
 
@@ -18,6 +20,14 @@ inline RewardSample sample_of(const std::string& content, nlohmann::json line = 
   sample.answer.text = content + "<eos>";
   sample.answer.finish_reason = "stop";
   return sample;
+}
+
+// One score a sample, in their order; `threads` samples at once.
+inline std::vector<Score> score_all(const Scorer& scorer, const std::vector<RewardSample>& samples, int threads = 1) {
+  std::vector<Score> scores(samples.size());
+  for_each_waiting(static_cast<int64_t>(samples.size()), threads,
+                   [&](int64_t k) { scores[static_cast<size_t>(k)] = scorer.score(samples[static_cast<size_t>(k)]); });
+  return scores;
 }
 
 // what() of the Error that a function throws, "" if it throws none.

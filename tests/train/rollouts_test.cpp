@@ -4,9 +4,11 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <filesystem>
+#include <latch>
 
 #include "base/error.h"
 #include "base/files.h"
@@ -117,6 +119,10 @@ class Rollouts : public ::testing::Test {
       if ((sample + turn) % 4 == 3) return Reply{};
       return Reply{{1, static_cast<int>(sample), turn, s.tokens.back()}};
     };
+    options_.score = [this](size_t sample, const LoggedSample& s) {
+      ++scores_;
+      return std::to_string(sample) + " " + std::to_string(s.tokens.size());
+    };
   }
   Engine engine() {
     EngineOptions o;
@@ -131,7 +137,7 @@ class Rollouts : public ::testing::Test {
   std::vector<Prompt> prompts_;
   std::vector<RolloutTask> tasks_;
   RolloutOptions options_;
-  int replies_ = 0;
+  std::atomic<int> replies_ = 0, scores_ = 0;
 };
 
 TEST_F(Rollouts, KilledAtAnyByteTheyEndWithTheSameSamples) {
@@ -140,6 +146,7 @@ TEST_F(Rollouts, KilledAtAnyByteTheyEndWithTheSameSamples) {
   Engine e = engine();
   sample_rollouts(e, tasks_, options_, whole);
   EXPECT_GT(replies_, 3);
+  EXPECT_EQ(scores_, 9);
   const std::string text = read_text(path);
   Random random(1, 1);
   for (int i = 0; i < 40; ++i) {
@@ -166,6 +173,41 @@ TEST_F(Rollouts, AFinishedBatchIsNotSampledAgain) {
   sample_rollouts(e, tasks_, options_, log);
   EXPECT_EQ(e.stats().steps, 0);
   EXPECT_EQ(read_text(path), before);
+  EXPECT_EQ(scores_, 9);  // nor scored
+}
+
+// A reply and a reward that come only when the other samples have ended: waiting for them in turn would take forever.
+TEST_F(Rollouts, SlowProgramsHoldUpNobodyElse) {
+  RolloutLog plain(testing::temp_path("plain.log"), tasks_.size(), 1);
+  Engine first = engine();
+  sample_rollouts(first, tasks_, options_, plain);
+
+  std::latch others(7);
+  options_.reply = [this, quick = options_.reply, &others](size_t sample, int turn, const LoggedSample& s) {
+    if (sample == 0) others.wait();
+    return quick(sample, turn, s);
+  };
+  options_.score = [quick = options_.score, &others](size_t sample, const LoggedSample& s) {
+    if (sample < 2) others.wait();
+    if (sample >= 2) others.count_down();
+    return quick(sample, s);
+  };
+  RolloutLog log(testing::temp_path("slow.log"), tasks_.size(), 1);
+  Engine e = engine();
+  int waited = 0;
+  sample_rollouts(e, tasks_, options_, log, [&] { ++waited; });
+  expect_same(log, plain);
+  EXPECT_GT(waited, 0);
+}
+
+TEST_F(Rollouts, WhatAProgramThrowsEndsTheSampling) {
+  options_.score = [](size_t sample, const LoggedSample&) -> std::string {
+    if (sample == 4) fail("score", "went wrong");
+    return "1";
+  };
+  RolloutLog log(testing::temp_path("thrown.log"), tasks_.size(), 1);
+  Engine e = engine();
+  EXPECT_THROW(sample_rollouts(e, tasks_, options_, log), Error);
 }
 
 TEST_F(Rollouts, SamplesAreWhatWasSaidAndRecorded) {
