@@ -87,6 +87,7 @@ struct RlKeys {
   bool normalize_advantages = true;
   double advantage_balance = 0;
   bool precalculate_logprobs = false;
+  bool routing_replay = false;
   int64_t min_shared_tokens = 64;
   int64_t samples_every = 1;
 };

@@ -111,6 +111,11 @@ std::vector<Field> loop_fields() {
        .range = from(-1, 1),
        .help = "> 0: negative advantages are scaled by 1 - this; < 0: positive ones by 1 + this",
        .commands = only},
+      {.key = "rl.routing_replay",
+       .value = at(t, &K::routing_replay),
+       .help =
+           "training sends each token to the experts that sampling chose; changes nothing unless `steps_behind` > 0",
+       .commands = only},
       {.key = "rl.precalculate_logprobs",
        .value = at(t, &K::precalculate_logprobs),
        .help = "old log-probabilities are computed anew in front of the step instead of being the recorded ones",

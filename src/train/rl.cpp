@@ -217,6 +217,7 @@ class RlLoop {
     r.sampling = sampling_params(config_, trainee_.weights->config(), config_.sampling.temperature);
     r.adapter = policy_name(sampler_step(step));
     r.log = log_path(step);
+    r.routed = config_.rl.routing_replay;
     return r;
   }
 
@@ -251,6 +252,12 @@ class RlLoop {
   }
 
   // ---- A step
+
+  ReplayShape replay_shape() const {
+    const ModelConfig& c = trainee_.weights->config();
+    if (!config_.rl.routing_replay) return {};
+    return {c.num_hidden_layers, c.n_routed_experts, c.num_experts_per_tok};
+  }
 
   std::vector<SampleWeight> weigh(const RlBatch& batch, const std::vector<RlSample>& samples,
                                   GroupCounts& counts) const {
@@ -318,7 +325,8 @@ class RlLoop {
     RlRows rows =
         make_rl_rows(plan_shape(trainee_.weights->config()), samples, weights,
                      {static_cast<int>(config_.data.row_tokens), static_cast<int>(config_.rl.min_shared_tokens),
-                      static_cast<uint64_t>(config_.train.seed + state_.step)});
+                      static_cast<uint64_t>(config_.train.seed + state_.step)},
+                     replay_shape());
     f.logical_tokens = rows.logical_tokens, f.physical_tokens = rows.physical_tokens, f.trained = rows.trained;
     f.learning_rate = learning_rate(config_.train, state_.step, summary_.total_steps);
     fill_logprobs(rows);

@@ -43,7 +43,8 @@ uint64_t fingerprint(const std::vector<RolloutTask>& tasks, const BatchRequest& 
                             s.min_p,
                             static_cast<double>(s.seed),
                             static_cast<double>(config.sampling.max_turns),
-                            static_cast<double>(config.data.row_tokens)};
+                            static_cast<double>(config.data.row_tokens),
+                            static_cast<double>(r.routed)};
   return hash_text(config.model.numerics, hash_bytes(numbers, sizeof numbers, h));
 }
 
@@ -98,6 +99,7 @@ RlBatch BatchSampler::sample(const BatchRequest& request) {
   options.adapter = request.adapter;
   options.max_turns = static_cast<int>(config_.sampling.max_turns);
   options.row_tokens = static_cast<int>(config_.data.row_tokens);
+  options.routed = request.routed;
   if (environment_)
     options.reply = [&](size_t i, int turn, const LoggedSample& s) { return conversations->reply(i, turn, s); };
   const auto last_answer = [&](size_t i, const LoggedSample& s) {

@@ -27,7 +27,8 @@ struct BatchRequest {
   uint64_t first_key = 0;  // random numbers of sample i: first_key + i
   SamplingParams sampling;
   std::string adapter;
-  std::string log;  // path of the write-ahead log
+  std::string log;      // path of the write-ahead log
+  bool routed = false;  // record the experts that each token went to
 };
 
 // Samples and scores batches on one engine. One batch at a time, from any thread.

@@ -16,9 +16,9 @@ int shareable_tokens(const RlSample& s) {
   return std::min(s.prompt, static_cast<int>(first) - 1);
 }
 
-void add_sample(RlRow& row, const TreeRow& tree, const TreeRow::Leaf& leaf, int index, const RlSample& sample,
+// rows: of the sample's tokens.
+void add_sample(RlRow& row, const std::vector<int>& rows, int index, const RlSample& sample,
                 const SampleWeight& weight) {
-  const std::vector<int> rows = path_rows(tree, leaf.segment);
   for (size_t p = 1; p < sample.tokens.size(); ++p) {
     if (!sample.mask[p]) continue;
     row.plan.wanted.push_back(rows[p - 1]);
@@ -29,10 +29,46 @@ void add_sample(RlRow& row, const TreeRow& tree, const TreeRow::Leaf& leaf, int 
   }
 }
 
-ForwardOptions forward_options(const AdapterBatch* adapters, Numerics numerics) {
+// Strict (reference_trainer 4.8): a route for every row but the last, and each of them a possible choice.
+void check_routes(const RlSample& s, const ReplayShape& shape, int index) {
+  const std::string where = "sample " + std::to_string(index);
+  const size_t k = static_cast<size_t>(shape.experts_per_token);
+  if (s.routed.size() != (s.tokens.size() - 1) * static_cast<size_t>(shape.layers) * k)
+    fail(where,
+         "has " + std::to_string(s.routed.size()) + " routes for " + std::to_string(s.tokens.size() - 1) + " rows of " +
+             std::to_string(shape.layers) + " layers",
+         "record them while sampling");
+  for (size_t i = 0; i < s.routed.size(); i += k)
+    for (size_t a = i; a < i + k; ++a)
+      if (s.routed[a] >= shape.experts || std::count(s.routed.begin() + i, s.routed.begin() + a, s.routed[a]) > 0)
+        fail(where,
+             "was routed to expert " + std::to_string(s.routed[a]) + ", twice or of " + std::to_string(shape.experts),
+             "the routes are of another model, or damaged");
+}
+
+void begin_replay(RlRow& row, const ReplayShape& shape) {
+  const int64_t k = shape.experts_per_token;
+  for (int layer = 0; layer < shape.layers; ++layer) {
+    const Tensor t = Tensor::empty({row.plan.rows(), k}, DType::i32);
+    for (int64_t i = 0; i < t.numel(); ++i) t.ptr<int32_t>()[i] = static_cast<int32_t>(i % k);
+    row.replay[layer] = t;
+  }
+}
+
+// rows: of the sample's tokens.
+void add_routes(RlRow& row, const std::vector<int>& rows, const RlSample& s, const ReplayShape& shape) {
+  const int k = shape.experts_per_token;
+  const uint16_t* from = s.routed.data();
+  for (size_t p = 0; p + 1 < s.tokens.size(); ++p)
+    for (int layer = 0; layer < shape.layers; ++layer, from += k)
+      std::copy(from, from + k, row.replay[layer].ptr<int32_t>() + int64_t{rows[p]} * k);
+}
+
+ForwardOptions forward_options(const AdapterBatch* adapters, Numerics numerics, const RlRow& row) {
   ForwardOptions o;
   o.numerics = numerics;
   o.adapters = adapters;
+  o.replay = row.replay;
   return o;
 }
 
@@ -41,7 +77,7 @@ ForwardOptions forward_options(const AdapterBatch* adapters, Numerics numerics) 
 int64_t RlSample::trained() const { return std::count(mask.begin(), mask.end(), 1); }
 
 RlRows make_rl_rows(const PlanShape& shape, const std::vector<RlSample>& samples,
-                    const std::vector<SampleWeight>& weights, const TreeOptions& options) {
+                    const std::vector<SampleWeight>& weights, const TreeOptions& options, const ReplayShape& replay) {
   PLUMB_CHECK(samples.size() == weights.size());
   std::vector<TreeSample> trees;
   std::vector<int> index;  // of the samples that are kept
@@ -50,6 +86,7 @@ RlRows make_rl_rows(const PlanShape& shape, const std::vector<RlSample>& samples
     PLUMB_CHECK(s.tokens.size() == s.mask.size() && s.tokens.size() == s.logprob.size());
     PLUMB_CHECK(s.tokens.empty() || !s.mask[0], "nothing predicts the first token");
     if (!weights[i].kept) continue;
+    if (replay.layers > 0) check_routes(s, replay, static_cast<int>(i));
     index.push_back(static_cast<int>(i));
     trees.push_back({s.tokens, std::max(0, shareable_tokens(s)), s.group});
   }
@@ -61,8 +98,13 @@ RlRows make_rl_rows(const PlanShape& shape, const std::vector<RlSample>& samples
     RlRow& row = result.rows.emplace_back();
     row.plan = plan_trees(shape, tree.segments);
     row.plan.wanted.clear();
-    for (const TreeRow::Leaf& leaf : tree.leaves)
-      add_sample(row, tree, leaf, index[leaf.sample], samples[index[leaf.sample]], weights[index[leaf.sample]]);
+    begin_replay(row, replay);
+    for (const TreeRow::Leaf& leaf : tree.leaves) {
+      const int i = index[leaf.sample];
+      const std::vector<int> rows = path_rows(tree, leaf.segment);
+      add_sample(row, rows, i, samples[i], weights[i]);
+      add_routes(row, rows, samples[i], replay);
+    }
     PLUMB_CHECK(std::is_sorted(row.plan.wanted.begin(), row.plan.wanted.end()));
     result.trained += static_cast<int64_t>(row.target.size());
   }
@@ -70,7 +112,7 @@ RlRows make_rl_rows(const PlanShape& shape, const std::vector<RlSample>& samples
 }
 
 Tensor row_logprobs(WeightStore& weights, const AdapterBatch* adapters, const RlRow& row, Numerics numerics) {
-  const ForwardResult r = forward(weights, row.plan, forward_options(adapters, numerics));
+  const ForwardResult r = forward(weights, row.plan, forward_options(adapters, numerics, row));
   return ops::head_logprobs(r.hidden, weights.outer().head, row.target);
 }
 
@@ -89,11 +131,11 @@ RlStepResult accumulate_rl_gradients(Trainee& t, const std::vector<RlRow>& rows,
       add_kl(options, row.tokens, recorded ? nullptr : fresh.f32(), kl);
     }
 
-  ForwardOptions o = forward_options(adapters, numerics);
-  o.keep_streams = true;
   const Linear& head = t.weights->outer().head;
   RlStepResult result;
   for (const RlRow& row : rows) {
+    ForwardOptions o = forward_options(adapters, numerics, row);
+    o.keep_streams = true;
     o.keep_layers = keeps_layers(t.weights->config(), row.plan.rows());
     const ForwardResult r = forward(*t.weights, row.plan, o);
     const Tensor logprob = ops::head_logprobs(r.hidden, head, row.target);

@@ -1,5 +1,6 @@
 // A batch of rollouts as rows of prefix trees, and the gradient of a policy loss over them.
 #pragma once
+#include <map>
 #include <vector>
 
 #include "data/prefix_tree.h"
@@ -16,6 +17,8 @@ struct RlSample {
   std::vector<float> logprob;  // [tokens] as recorded when it was sampled; NaN elsewhere
   int group = 0;
   int prompt = 0;  // tokens in front of the first answer: what may be shared
+  // The experts that sampling sent its rows to, [tokens - 1, layers, experts of a token]; empty = not recorded.
+  std::vector<uint16_t> routed;
   int64_t trained() const;
 };
 
@@ -28,6 +31,9 @@ struct RlRow {
   std::vector<int> target;      // [wanted]
   std::vector<RlToken> tokens;  // [wanted] old = original = what was recorded, no reference
   std::vector<Origin> origin;   // [wanted]
+  // Layer -> i32 [rows, experts of a token] that replace the router's choice in every pass over the row; empty = it
+  // chooses. Rows that nothing trained depends on (the last token of a sample) have the experts 0, 1, ...
+  std::map<int, Tensor> replay;
 };
 
 struct RlRows {
@@ -36,10 +42,17 @@ struct RlRows {
   int64_t trained = 0;
 };
 
+// Whose routes are replayed.
+struct ReplayShape {
+  int layers = 0;  // 0 = nothing is replayed
+  int experts = 0, experts_per_token = 0;
+};
+
 // Rows of the samples that are kept. weights: one a sample. options.min_shared > every length gives rows without any
-// sharing. Error: a sample that fits into no row.
+// sharing. Error: a sample that fits into no row, or whose routes are missing, incomplete or no choice of the router.
 RlRows make_rl_rows(const PlanShape& shape, const std::vector<RlSample>& samples,
-                    const std::vector<SampleWeight>& weights, const TreeOptions& options);
+                    const std::vector<SampleWeight>& weights, const TreeOptions& options,
+                    const ReplayShape& replay = {});
 
 // Log-probabilities [wanted] of a row's targets under the model with `adapters` (nullptr = base model).
 Tensor row_logprobs(WeightStore& weights, const AdapterBatch* adapters, const RlRow& row, Numerics numerics);

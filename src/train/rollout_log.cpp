@@ -110,6 +110,9 @@ bool RolloutLog::apply(Kind kind, size_t sample, const char* data, size_t bytes)
     }
   } else if (kind == Kind::reward) {
     s.reward = std::string(data, bytes);
+  } else if (kind == Kind::routed && bytes % sizeof(uint16_t) == 0) {
+    s.routed.resize(bytes / sizeof(uint16_t));
+    std::memcpy(s.routed.data(), data, bytes);
   } else {
     return false;
   }
@@ -138,6 +141,9 @@ void RolloutLog::add_reply(size_t sample, const std::vector<int>& tokens) {
 }
 void RolloutLog::set_reward(size_t sample, const std::string& json) {
   append(Kind::reward, sample, json.data(), json.size());
+}
+void RolloutLog::set_routed(size_t sample, const std::vector<uint16_t>& experts) {
+  append(Kind::routed, sample, experts.data(), experts.size() * sizeof(uint16_t));
 }
 
 void RolloutLog::flush() {

@@ -17,6 +17,8 @@ struct LoggedSample {
   std::vector<int> turn_end;          // number of tokens when each answer ended
   std::vector<Finish> finish;         // of each answer that ended
   std::optional<std::string> reward;  // JSON, once it is known
+  std::vector<uint16_t> routed;       // experts of [rows, layers, experts of a token], if asked for: the rows of the
+                                      // prompt and of all tokens but the last, as of the last answer that ended
   // Tokens of an answer that has not ended.
   int open_tokens() const;
   bool policy_made(size_t i) const;  // whether token i is the policy's
@@ -39,11 +41,13 @@ class RolloutLog {
   void add_token(size_t sample, int id, float logprob, Finish finish);
   void add_reply(size_t sample, const std::vector<int>& tokens);
   void set_reward(size_t sample, const std::string& json);
+  // In front of the token that ends the answer.
+  void set_routed(size_t sample, const std::vector<uint16_t>& experts);
   // Hands all that was added to the system: from here on the end of the process loses nothing.
   void flush();
 
  private:
-  enum class Kind : uint8_t { header, token, reply, reward };
+  enum class Kind : uint8_t { header, token, reply, reward, routed };
   void append(Kind kind, size_t sample, const void* data, size_t bytes);
   size_t read(const std::string& text, uint64_t fingerprint);
   bool apply(Kind kind, size_t sample, const char* data, size_t bytes);

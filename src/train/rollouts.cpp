@@ -66,6 +66,7 @@ class Sampling {
     r.sampling.max_tokens = std::min(r.sampling.max_tokens, options_.row_tokens - static_cast<int>(r.prompt.size()));
     r.key = tasks_[i].key;
     r.adapter = options_.adapter;
+    r.routed_experts = options_.routed;
     sample_of_[engine_.submit(std::move(r))] = i;
   }
 
@@ -80,6 +81,7 @@ class Sampling {
     PLUMB_CHECK(at != sample_of_.end());
     const size_t i = at->second;
     if (e.finish == Finish::error) fail("sampling", e.error);
+    if (e.routed.defined()) log_.set_routed(i, {e.routed.ptr<int32_t>(), e.routed.ptr<int32_t>() + e.routed.numel()});
     log_.add_token(i, e.token.id, e.token.logprob, e.finish);
     if (e.finish == Finish::none) return;
     sample_of_.erase(at);
@@ -145,6 +147,7 @@ RlSample rl_sample(const RolloutTask& task, const LoggedSample& logged) {
   s.tokens.insert(s.tokens.end(), logged.tokens.begin(), logged.tokens.end());
   s.logprob.insert(s.logprob.end(), logged.logprob.begin(), logged.logprob.end());
   for (size_t i = 0; i < logged.tokens.size(); ++i) s.mask.push_back(logged.policy_made(i));
+  s.routed = logged.routed;
   return s;
 }
 

@@ -27,7 +27,8 @@ struct RolloutOptions {
   SamplingParams sampling;
   std::string adapter;  // in the engine's registry; empty = base model
   int max_turns = 1;
-  int row_tokens = 0;  // prompt, answers and replies together
+  int row_tokens = 0;   // prompt, answers and replies together
+  bool routed = false;  // record the experts that each token went to
 
   // Both may be empty. They are called on threads of their own, for several samples at a time but never twice at once
   // for one, while the others are sampled: a slow one holds up its own sample alone.

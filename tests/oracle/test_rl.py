@@ -62,11 +62,22 @@ def test_sampling_and_training_agree_on_bits(tmp_path, numerics, loss):
     assert all(len(s["difference"]) == len(s["tokens"]) for s in samples if s["trained"])
 
 
+def test_replayed_routes_are_those_that_training_chooses(tmp_path):
+    """One step behind they are those of another adapter: the figures differ."""
+    for behind in (0, 1):
+        for replay in ("false", "true"):
+            run("maybe", tmp_path / f"{behind}{replay}", train__steps=3, rl__steps_behind=behind,
+                rl__routing_replay=replay, train__learning_rate=3e-3)
+    assert adapter(tmp_path / "0true", 3) == adapter(tmp_path / "0false", 3)
+    assert adapter(tmp_path / "1true", 3) != adapter(tmp_path / "1false", 3)
+
+
 @pytest.mark.parametrize("behind", [0, 1])
 def test_killed_at_any_instant_it_ends_with_the_same_bits(tmp_path, behind):
     """Fifteen kills a case. Every start goes on from the newest checkpoint and from the log of the batch in work."""
     values = {"train__steps": 6, "train__save_every": 2, "rl__steps_behind": behind, "rl__kl_penalty_coef": 0.1,
-              "rl__kl_reference": "lag", "rl__kl_penalty_step_lag": 2, "train__eval_every": 3}
+              "rl__kl_reference": "lag", "rl__kl_penalty_step_lag": 2, "train__eval_every": 3,
+              "rl__routing_replay": str(behind > 0).lower()}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     start = time.monotonic()
     run("maybe", whole, **values)
