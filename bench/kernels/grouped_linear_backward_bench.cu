@@ -83,10 +83,5 @@ int main(int argc, char** argv) {
   report.bytes("SwiGLU backward, 98304 rows, 2 x 2048", 10.0 * kRows * 2048, median_ms(9, [&] {
                  swiglu_backward(dy.get(), gates.get(), kRows, 4096, route.get(), 10, dx.get(), d_route.get(), nullptr);
                }));
-  std::vector<int> tokens(kRows);
-  for (int r = 0; r < kRows; ++r) tokens[r] = static_cast<int>(r * 7919LL % 16384);
-  const Array<int> source(tokens);
-  report.bytes("gather 98304 rows of 4096 from 16384", 2.0 * (kRows + 16384) * 4096,
-               median_ms(9, [&] { gather_rows(dy.get(), source.get(), kRows, 4096, dx.get(), nullptr); }));
   report.write(argc, argv);
 }

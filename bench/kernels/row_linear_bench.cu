@@ -79,6 +79,38 @@ void router_runs(Report& report) {
                }));
 }
 
+// wo_a: eight groups of [1024, 4096], 64 heads of 512.
+void grouped_runs(Report& report) {
+  constexpr int kGroups = 8, kOutputs = 1024, kTokens = 8192;
+  const Array<uint16_t> x(size_t{kTokens} * kGroups * kWidth, 1, 11),
+      data(size_t{kGroups} * kOutputs * kWidth, 0.02f, 12), y(size_t{kTokens} * kGroups * kOutputs, 1, 13);
+  const Weight w{data.get(), kOutputs, kWidth, kGroups};
+  const double flop = 2.0 * kTokens * kGroups * kOutputs * kWidth;
+  report.product("wo_a, 8 x [1024, 4096], 8192 rows", flop,
+                 measure([&] { linear_bf16(x.get(), kTokens, w, y.get(), nullptr, nullptr); }));
+  report.product("wo_a, input gradient", flop,
+                 measure([&] { linear_backward_input_bf16(y.get(), kTokens, w, x.get(), nullptr); }));
+}
+
+void gate_gradient_run(Report& report) {
+  constexpr int kExperts = 256, kSlots = 6;
+  std::vector<int> first(kExperts + 1), source(kRows * kSlots), row_of_slot(kRows * kSlots);
+  for (int e = 0; e <= kExperts; ++e) first[e] = e * (kRows * kSlots / kExperts);
+  std::vector<int> next(first.begin(), first.end() - 1);
+  for (int i = 0; i < kRows * kSlots; ++i) {
+    const int e = (i / kSlots * 7 + i % kSlots * 37) % kExperts;
+    row_of_slot[i] = next[e], source[next[e]++] = i / kSlots;
+  }
+  const Array<int> first_device(first), source_device(source), slots_device(row_of_slot);
+  const Array<float> d_logit(kRows * kSlots, 1, 14), d_gate(kExperts * kWidth);
+  const Array<uint16_t> x(size_t{kRows} * kWidth, 1, 15);
+  report.bytes("router: gradient of the gate, 16384 rows", 2.0 * kRows * kSlots * kWidth, median_ms(9, [&] {
+                 router::route_backward_gate(d_logit.get(),
+                                             {first_device.get(), source_device.get(), slots_device.get()},
+                                             {kRows, kExperts, kSlots}, x.get(), kWidth, d_gate.get(), nullptr);
+               }));
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -87,6 +119,7 @@ int main(int argc, char** argv) {
   thin_runs(report, "compressor", 1024), thin_runs(report, "wide product", 4096);
   mapping_runs(report), few_runs(report, "into a LoRA rank", 8, kWidth);
   few_runs(report, "into four LoRA ranks", 32, kWidth);
-  router_runs(report);
+  grouped_runs(report);
+  router_runs(report), gate_gradient_run(report);
   report.write(argc, argv);
 }

@@ -1,7 +1,11 @@
-// What the tests of the kernels share: device memory, random data, and products in FP64 to compare with.
+// What the tests of the kernels share: device memory, random data, comparisons, and products in FP64. bf16 values are
+// their bits.
 #pragma once
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <random>
 #include <stdexcept>
 #include <vector>
@@ -11,19 +15,23 @@
 
 namespace plumb::kernels {
 
+inline void check(cudaError_t error) { check_cuda(error, "CUDA"); }
+
 // ---- Device memory, poisoned so that an element nobody wrote shows -------------------------------------------------
 template <typename T>
 class Buffer {
  public:
   explicit Buffer(size_t count) : count_(count) {
     check_cuda(cudaMalloc(&data_, std::max<size_t>(count, 1) * sizeof(T)), "cudaMalloc");
-    check_cuda(cudaMemset(data_, 0xff, count * sizeof(T)), "cudaMemset");
+    poison();
   }
   explicit Buffer(const std::vector<T>& v) : Buffer(v.size()) { set(v); }
   Buffer(const Buffer&) = delete;
   ~Buffer() { cudaFree(data_); }
   T* get() const { return data_; }
   size_t size() const { return count_; }
+  void poison() { fill(0xff); }  // NaN
+  void fill(int byte) { check_cuda(cudaMemset(data_, byte, count_ * sizeof(T)), "cudaMemset"); }
   void set(const std::vector<T>& v) {
     check_cuda(cudaMemcpy(data_, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice), "copy to device");
   }
@@ -109,14 +117,22 @@ inline double worst_error(const std::vector<float>& result, const Reference& r) 
   }
   return worst;
 }
-// ||result - expected|| / ||expected||
-inline double relative_error(const std::vector<float>& result, const std::vector<double>& expected) {
+
+// ---- Comparisons ---------------------------------------------------------------------------------------------------
+inline double value(uint16_t bf16) { return bf16_to_float(bf16); }
+inline double value(float x) { return x; }
+inline double value(double x) { return x; }
+
+// ||result - expected|| / ||expected||; NaN anywhere gives NaN, which no comparison passes.
+template <typename A, typename B>
+double relative_error(const std::vector<A>& result, const std::vector<B>& expected) {
+  EXPECT_EQ(result.size(), expected.size());
   double error = 0, size = 0;
   for (size_t i = 0; i < expected.size(); ++i) {
-    const double difference = result[i] - expected[i];
-    error += difference * difference, size += expected[i] * expected[i];
+    const double difference = value(result[i]) - value(expected[i]);
+    error += difference * difference, size += value(expected[i]) * value(expected[i]);
   }
-  return std::sqrt(error / size);
+  return size == 0 ? std::sqrt(error) : std::sqrt(error / size);
 }
 inline std::vector<float> from_bf16(const std::vector<uint16_t>& v) {
   std::vector<float> f(v.size());
@@ -129,5 +145,30 @@ inline size_t differences(const auto& a, const auto& b) {
   for (size_t i = 0; i < std::min(a.size(), b.size()); ++i) found += a[i] != b[i];
   return found;
 }
+
+template <typename T>
+bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
+  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
+}
+
+// ---- Other work ----------------------------------------------------------------------------------------------------
+// Keeps part of the GPU busy on a stream of its own, so that a test's kernels meet different neighbours in every run.
+static __global__ void other_work(float* data, int count) {
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x)
+    for (int k = 0; k < 50; ++k) data[i] = data[i] * 0.5f + k;
+}
+class OtherWork {
+ public:
+  OtherWork() { check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "stream"); }
+  ~OtherWork() { cudaStreamDestroy(stream_); }
+  void start(int run) {
+    other_work<<<20 + run, 256, 0, stream_>>>(data_.get(), static_cast<int>(data_.size()));
+    check_cuda(cudaGetLastError(), "other work");
+  }
+
+ private:
+  cudaStream_t stream_;
+  Buffer<float> data_{1 << 22};
+};
 
 }  // namespace plumb::kernels

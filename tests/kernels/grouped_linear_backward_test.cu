@@ -129,18 +129,5 @@ TEST(GroupedLinearBackward, SmallSwigluAgainstDoublePrecision) {
   }
 }
 
-TEST(GroupedLinearBackward, SmallGather) {
-  const int rows = 40, k = 136;
-  const auto x = random_bf16(10 * k, 1, 7);
-  std::vector<int> source(rows);
-  for (int r = 0; r < rows; ++r) source[r] = r * 7 % 10;
-  const Buffer<uint16_t> x_device(x);
-  const Buffer<int> source_device(source);
-  Buffer<uint16_t> out(rows * k);
-  gather_rows(x_device.get(), source_device.get(), rows, k, out.get(), nullptr);
-  const auto v = out.host();
-  for (int i = 0; i < rows * k; ++i) ASSERT_EQ(v[i], x[source[i / k] * k + i % k]);
-}
-
 }  // namespace
 }  // namespace plumb::kernels::grouped_linear

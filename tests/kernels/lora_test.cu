@@ -219,6 +219,40 @@ void check_row_linear(int n, int k, int groups) {
 }
 TEST(Lora, RowLinear) { check_row_linear(256, 1024, 1), check_row_linear(128, 512, 4); }
 
+// The way back through bf16 weights: U A, the same A for all groups, in FP32 before the result is rounded.
+void check_row_linear_backward(int rows, int n, int k, int groups) {
+  const Buffer<uint16_t> dy(random_bf16(static_cast<size_t>(rows) * n * groups, 1, 15));
+  const Buffer<uint16_t> data(random_bf16(static_cast<size_t>(n) * groups * k, 0.02f, 16));
+  const row_linear::Weight w{data.get(), n, k, groups};
+  const Adapters l(1, k, 8, rows * groups, false, 0.5f);  // U of group g lies behind the others of its row
+  const auto run = [&](LowRank lr) {
+    lr.t_stride = 8 * groups;
+    Buffer<float> dx(static_cast<size_t>(rows) * groups * k);
+    row_linear::linear_backward_input(dy.get(), rows, w, dx.get(), nullptr, lr);
+    return dx.host();
+  };
+  LowRank mixed_rows = l.mixed();  // one adapter a row, all groups
+  const auto base = run({}), first = run(l.only(0)), second = run(l.only(1)), mixed = run(mixed_rows);
+  for (int row = 0; row < rows; ++row)
+    for (int c = row % 3; c < groups * k; c += 3) {
+      const size_t at = static_cast<size_t>(row) * groups * k + c;
+      const auto [delta, error] = l.delta(1, 0, row * groups + c / k, c % k);
+      ASSERT_NEAR(second[at], base[at] + delta, error + 1e-6) << "row " << row << " input " << c;
+      ASSERT_EQ(mixed[at], l.adapter[row] < 0 ? base[at] : l.adapter[row] == 0 ? first[at] : second[at]) << row;
+    }
+  Buffer<uint16_t> rounded(base.size());
+  LowRank lr = l.only(1);
+  lr.t_stride = 8 * groups;
+  row_linear::linear_backward_input_bf16(dy.get(), rows, w, rounded.get(), nullptr, lr);
+  std::vector<uint16_t> expected(base.size());
+  std::transform(second.begin(), second.end(), expected.begin(), float_to_bf16);
+  EXPECT_EQ(differences(rounded.host(), expected), 0u);
+}
+TEST(Lora, SmallRowLinearBackward) { check_row_linear_backward(70, 64, 256, 2); }
+TEST(Lora, RowLinearBackward) {
+  check_row_linear_backward(900, 1024, 512, 1), check_row_linear_backward(300, 256, 768, 4);
+}
+
 // Each row goes down by its own adapter, with the bits that it has alone.
 TEST(Lora, SmallWayDownOfManyAdapters) {
   const int rows = 90, n = 8, k = 256;

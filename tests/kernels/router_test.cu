@@ -129,5 +129,37 @@ TEST(Router, SmallGradientsAgainstFiniteDifferences) {
   }
 }
 
+// Against FP64; bound: a chain of FP32 multiply-adds over an expert's rows, half an ulp of the running sum each.
+TEST(Router, SmallGradientOfTheGate) {
+  const Sizes s{300, 7, 3};
+  const int k = 1032;
+  std::vector<int> expert(s.rows * s.slots), first(s.experts + 1, 0), source, row_of_slot(s.rows * s.slots, -1);
+  for (int i = 0; i < s.rows * s.slots; ++i) expert[i] = (i / s.slots + 2 * (i % s.slots)) % 5;  // 5 and 6: nobody's
+  expert[4] = -1;
+  for (int e = 0; e < s.experts; ++e) {
+    for (int i = 0; i < s.rows * s.slots; ++i)
+      if (expert[i] == e) row_of_slot[i] = static_cast<int>(source.size()), source.push_back(i / s.slots);
+    first[e + 1] = static_cast<int>(source.size());
+  }
+  const auto d_logit = random_floats(s.rows * s.slots, 1, 7);
+  const auto x = random_bf16(s.rows * k, 1, 8);
+  const Buffer<float> d_device(d_logit), d_gate(std::vector<float>(s.experts * k, 0.25f));
+  const Buffer<int> first_device(first), source_device(source), slots_device(row_of_slot);
+  const Buffer<uint16_t> x_device(x);
+  route_backward_gate(d_device.get(), {first_device.get(), source_device.get(), slots_device.get()}, s, x_device.get(),
+                      k, d_gate.get(), nullptr);
+  const auto v = d_gate.host();
+  for (int e = 0; e < s.experts; ++e)
+    for (int c = 0; c < k; ++c) {
+      double sum = 0.25, magnitude = 0.25;
+      for (int i = 0; i < s.rows * s.slots; ++i)
+        if (expert[i] == e) {
+          const double term = double{d_logit[i]} * bf16_to_float(x[i / s.slots * k + c]);
+          sum += term, magnitude += std::fabs(term);
+        }
+      ASSERT_NEAR(v[e * k + c], sum, magnitude * (s.rows + 1) * 0x1p-24) << "expert " << e << " column " << c;
+    }
+}
+
 }  // namespace
 }  // namespace plumb::kernels::router

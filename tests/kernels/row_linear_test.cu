@@ -84,6 +84,41 @@ TEST(RowLinear, SmallGradientsAgainstDoublePrecision) {
   }
 }
 
+// Groups (wo_a): each group's gradients against FP64; bf16 results are the FP32 ones rounded.
+void check_group_gradients(int rows, int n, int k, int groups) {
+  const int outs = groups * n, ins = groups * k;
+  const Buffer<uint16_t> x(random_bf16(static_cast<size_t>(rows) * ins, 1, 21)),
+      dy(random_bf16(static_cast<size_t>(rows) * outs, 0.1f, 22)),
+      data(random_bf16(static_cast<size_t>(outs) * k, 1, 23));
+  const Weight w{data.get(), n, k, groups};
+  Buffer<float> dx(static_cast<size_t>(rows) * ins), dw(std::vector<float>(static_cast<size_t>(outs) * k, 0.5f));
+  Buffer<uint16_t> dx_bf16(static_cast<size_t>(rows) * ins);
+  linear_backward_input(dy.get(), rows, w, dx.get(), nullptr);
+  linear_backward_input_bf16(dy.get(), rows, w, dx_bf16.get(), nullptr);
+  linear_backward_weight(dy.get(), x.get(), rows, n, k, dw.get(), nullptr, groups);
+  const auto to_x = dx.host(), to_w = dw.host();
+  std::vector<uint16_t> rounded(to_x.size());
+  std::transform(to_x.begin(), to_x.end(), rounded.begin(), float_to_bf16);
+  EXPECT_EQ(differences(dx_bf16.host(), rounded), 0u);
+  for (int g = 0; g < groups; ++g) {
+    const Operand<uint16_t> own_dy{dy.get() + g * n, outs, 1};
+    const auto want_x =
+        reference_product<uint16_t, uint16_t>(own_dy, {data.get() + static_cast<size_t>(g) * n * k, 1, k}, rows, k, n);
+    std::vector<float> own(static_cast<size_t>(rows) * k);
+    for (int r = 0; r < rows; ++r)
+      std::copy_n(to_x.begin() + static_cast<size_t>(r) * ins + g * k, k, own.begin() + static_cast<size_t>(r) * k);
+    EXPECT_LE(worst_error(own, want_x), bound(n)) << "group " << g;
+    auto want_w =
+        reference_product<uint16_t, uint16_t>({dy.get() + g * n, 1, outs}, {x.get() + g * k, 1, ins}, n, k, rows);
+    for (auto& v : want_w.sum) v += 0.5;
+    for (auto& v : want_w.magnitude) v += 0.5;
+    const auto first = to_w.begin() + static_cast<size_t>(g) * n * k;
+    EXPECT_LE(worst_error({first, first + static_cast<size_t>(n) * k}, want_w), bound(rows)) << "group " << g;
+  }
+}
+TEST(RowLinear, SmallGroupGradients) { check_group_gradients(130, 256, 256, 3); }
+TEST(RowLinear, GroupGradients) { check_group_gradients(700, 1024, 4096, 8), check_group_gradients(1, 256, 512, 2); }
+
 std::vector<float> run_few(const uint16_t* x, const int* source, const int* first, int rows, const SplitWeight& w) {
   Buffer<float> out(static_cast<size_t>(rows) * w.n);
   few_outputs(x, source, first, rows, w, out.get(), nullptr);

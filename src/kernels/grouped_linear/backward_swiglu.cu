@@ -57,11 +57,6 @@ __global__ void __launch_bounds__(32 * kWarps)
   if (d_route && lane == 0) d_route[row] = route;
 }
 
-__global__ void __launch_bounds__(256) gather_kernel(const uint4* x, const int* source_row, int vectors, uint4* out) {
-  const size_t row = blockIdx.x, source = source_row[row];
-  for (int i = threadIdx.x; i < vectors; i += 256) out[row * vectors + i] = x[source * vectors + i];
-}
-
 }  // namespace
 
 void swiglu_backward(const uint16_t* d_hidden, const uint16_t* gate_up, int rows, int n, const float* route_weight,
@@ -73,15 +68,6 @@ void swiglu_backward(const uint16_t* d_hidden, const uint16_t* gate_up, int rows
       d_hidden, gate_up, rows, n, route_weight, limit > 0 ? limit : std::numeric_limits<float>::infinity(), d_gate_up,
       d_route);
   check_cuda(cudaGetLastError(), "swiglu_backward");
-}
-
-void gather_rows(const uint16_t* x, const int* source_row, int rows, int k, uint16_t* out, cudaStream_t stream) {
-  require(rows > 0 && k > 0 && k % 8 == 0 && aligned(x, 16) && aligned(out, 16), "gather_rows",
-          "rows = " + std::to_string(rows) + " must be positive, k = " + std::to_string(k) +
-              " a positive multiple of 8, arrays aligned to 16 bytes");
-  gather_kernel<<<rows, 256, 0, stream>>>(reinterpret_cast<const uint4*>(x), source_row, k / 8,
-                                          reinterpret_cast<uint4*>(out));
-  check_cuda(cudaGetLastError(), "gather_rows");
 }
 
 }  // namespace plumb::kernels::grouped_linear

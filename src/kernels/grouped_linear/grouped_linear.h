@@ -93,7 +93,4 @@ void linear_backward_input(const Weights& weights, const uint16_t* dy, const Pla
 void swiglu_backward(const uint16_t* d_hidden, const uint16_t* gate_up, int rows, int n, const float* route_weight,
                      float limit, uint16_t* d_gate_up, float* d_route, cudaStream_t stream);
 
-// out[r] = x[source_row[r]], rows of k bf16 (k a multiple of 8): gradients of tokens to the rows of their experts.
-void gather_rows(const uint16_t* x, const int* source_row, int rows, int k, uint16_t* out, cudaStream_t stream);
-
 }  // namespace plumb::kernels::grouped_linear

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "kernels/hopper/mma.cuh"
 #include "kernels/lora/lora.h"
 
 namespace plumb::kernels::lora {
@@ -41,16 +42,6 @@ __device__ __forceinline__ Split split(float2 v) {
 // * (n / 32) + 8 tile + r: the high parts (q < 2) or the low parts of numbers 2 (q % 2), + 1 of the four.
 __device__ __forceinline__ size_t factor_word(int output, int q) {
   return (static_cast<size_t>(output / 32) * 32 + output % 8 * 4 + q) * 4 + output / 8 % 4;
-}
-
-// d += a b: 16 x 16 times 16 x 8.
-__device__ __forceinline__ void multiply(float* d, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                         uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // Outputs of a group from `first` on, a multiple of 32. n: outputs of a group, a multiple of 32.
@@ -92,7 +83,7 @@ __device__ __forceinline__ void add_to_rows(float (&d)[kSlabs][64], int slabs, c
                                 : i % 4 == 2 ? b[i / 4].z
                                              : b[i / 4].w;
           float c[4] = {d[s][4 * i], d[s][4 * i + 1], d[s][4 * i + 2], d[s][4 * i + 3]};
-          multiply(c, upper.high, lower.high, upper.low, lower.low, word, word);
+          hopper::multiply_16x8(c, upper.high, lower.high, upper.low, lower.low, word, word);
 #pragma unroll
           for (int k = 0; k < 4; ++k)
             if (adapter[2 * s + k / 2] == now) d[s][4 * i + k] = c[k];
@@ -130,7 +121,7 @@ __device__ __forceinline__ void add_to_columns(float (&d)[2][kTokens / 2], const
         for (int s = 0; s < 2; ++s) {
           float* sum = &d[s][4 * tokens];
           float c[4] = {sum[0], sum[1], sum[2], sum[3]};
-          multiply(c, a[s][0], a[s][1], a[s][0], a[s][1], t.high, t.low);
+          hopper::multiply_16x8(c, a[s][0], a[s][1], a[s][0], a[s][1], t.high, t.low);
 #pragma unroll
           for (int k = 0; k < 4; ++k)
             if (adapter[2 * tokens + k % 2] == now) sum[k] = c[k];

@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "kernels/hopper/vectors.cuh"
 #include "kernels/launch.cuh"
 
 namespace plumb::kernels::router {
@@ -131,6 +132,40 @@ __global__ void __launch_bounds__(128) backward_input_kernel(const float* d_logi
   }
 }
 
+// A thread eight columns of an expert, its pairs in order. Grid: (columns / 1024, experts).
+__global__ void __launch_bounds__(128)
+    backward_gate_kernel(const float* d_logit, SortedPairs pairs, int slots, const uint16_t* x, int k, float* d_gate) {
+  __shared__ int token_of[128];
+  __shared__ float factor_of[128];
+  const int first = pairs.first_row[blockIdx.y], last = pairs.first_row[blockIdx.y + 1];
+  const int column = (blockIdx.x * 128 + threadIdx.x) * 8;
+  float sum[8] = {};
+  for (int start = first; start < last; start += 128) {
+    const int count = min(128, last - start), mine = start + static_cast<int>(threadIdx.x);
+    __syncthreads();
+    if (mine < last) {
+      const int token = pairs.source_row[mine];
+      float factor = 0;
+      for (int j = 0; j < slots; ++j)
+        if (pairs.row_of_slot[token * slots + j] == mine) factor = d_logit[token * slots + j];
+      token_of[threadIdx.x] = token, factor_of[threadIdx.x] = factor;
+    }
+    __syncthreads();
+    if (column >= k) continue;
+#pragma unroll 8
+    for (int i = 0; i < count; ++i) {
+      float v[8];
+      unpack(*reinterpret_cast<const uint4*>(x + static_cast<size_t>(token_of[i]) * k + column), v);
+#pragma unroll
+      for (int c = 0; c < 8; ++c) sum[c] = fmaf(factor_of[i], v[c], sum[c]);
+    }
+  }
+  if (column >= k || first == last) return;
+  float* to = d_gate + static_cast<size_t>(blockIdx.y) * k + column;
+#pragma unroll
+  for (int c = 0; c < 8; ++c) to[c] = __fadd_rn(to[c], sum[c]);
+}
+
 void check(const char* where, const Sizes& s) {
   require(s.rows > 0 && s.experts > 0 && s.experts <= kMostExperts && s.slots > 0 && s.slots <= kMostSlots &&
               s.slots <= s.experts,
@@ -165,6 +200,15 @@ void route_backward_input(const float* d_logit, const int* expert, const Sizes& 
           "k = " + std::to_string(k) + " must be a positive multiple of 8, gate and dx aligned to 16 bytes");
   backward_input_kernel<<<s.rows, 128, 0, stream>>>(d_logit, expert, s, gate, k, add, dx);
   check_cuda(cudaGetLastError(), "router: route_backward_input");
+}
+
+void route_backward_gate(const float* d_logit, const SortedPairs& pairs, const Sizes& s, const uint16_t* x, int k,
+                         float* d_gate, cudaStream_t stream) {
+  check("router: route_backward_gate", s);
+  require(k > 0 && k % 8 == 0 && aligned(x, 16) && aligned(d_gate, 16), "router: route_backward_gate",
+          "k = " + std::to_string(k) + " must be a positive multiple of 8, x and d_gate aligned to 16 bytes");
+  backward_gate_kernel<<<dim3((k + 1023) / 1024, s.experts), 128, 0, stream>>>(d_logit, pairs, s.slots, x, k, d_gate);
+  check_cuda(cudaGetLastError(), "router: route_backward_gate");
 }
 
 }  // namespace plumb::kernels::router

@@ -20,7 +20,8 @@ struct Sizes {
 
 // Score layers: the `slots` best of score + bias, best first, equal values: the lower expert first, NaN last. bias:
 // [experts] or null. Hash layers: expert = table[token[row]]; token: [rows]; table: [vocabulary, slots]; a token
-// outside of the vocabulary gets expert -1 and weight 0 (route.h takes both as "no expert").
+// outside of the vocabulary gets expert -1 and weight 0 (route.h takes both as "no expert"). A choice that is already
+// made (replay): table [rows, slots], token = 0, 1, 2, ..., vocabulary = rows.
 struct Choice {
   const float* bias;
   const int *token, *table;  // both null on score layers
@@ -40,5 +41,14 @@ void route_backward(const float* d_weight, const float* logits, const int* exper
 // [experts, k], k a multiple of 8; dx: FP32 [rows, k], assigned, or added to if `add`.
 void route_backward_input(const float* d_logit, const int* expert, const Sizes& sizes, const uint16_t* gate, int k,
                           bool add, float* dx, cudaStream_t stream);
+
+// d_gate[e] += sum over the pairs of expert e, in order of their tokens, of d_logit * x[token]: FP32, added once. x:
+// bf16 bits [rows, k], k a multiple of 8; d_gate: FP32 [experts, k]. first_row, source_row, row_of_slot: the pairs
+// sorted by expert (grouped_linear/route.h), on the device.
+struct SortedPairs {
+  const int *first_row, *source_row, *row_of_slot;
+};
+void route_backward_gate(const float* d_logit, const SortedPairs& pairs, const Sizes& sizes, const uint16_t* x, int k,
+                         float* d_gate, cudaStream_t stream);
 
 }  // namespace plumb::kernels::router

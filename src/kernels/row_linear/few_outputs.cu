@@ -5,6 +5,7 @@
 // both operands agree: lane (r, q) loads the 16 bytes k = 8 q .. 8 q + 7 of row r, and uses the first and second half
 // as its part of two products of 16.
 #include "kernels/grouped_linear/weight_format.h"
+#include "kernels/hopper/mma.cuh"
 #include "kernels/launch.cuh"
 #include "kernels/row_linear/row_linear.h"
 
@@ -30,16 +31,6 @@ __global__ void split_kernel(const float* weight, int n, int k, float scale, Sou
     planes[(group * kPlanes + p) * plane + i] = __bfloat16_as_ushort(part);
     left = __fsub_rn(left, __bfloat162float(part));
   }
-}
-
-// d += a b; a: 16 rows x 16 of K, b: 8 columns x 16 of K.
-__device__ __forceinline__ void multiply(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
-                                         uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 struct Problem {
@@ -118,8 +109,8 @@ __global__ void __launch_bounds__(32 * kWarps) few_outputs_kernel(const Problem 
 #pragma unroll
           for (int m = 0; m < kRowTiles; ++m) {
             const uint4 &upper = a[s][2 * m], &lower = a[s][2 * m + 1], &v = b[s][t][i];
-            multiply(d[m][t], upper.x, lower.x, upper.y, lower.y, v.x, v.y);
-            multiply(d[m][t], upper.z, lower.z, upper.w, lower.w, v.z, v.w);
+            hopper::multiply_16x8(d[m][t], upper.x, lower.x, upper.y, lower.y, v.x, v.y);
+            hopper::multiply_16x8(d[m][t], upper.z, lower.z, upper.w, lower.w, v.z, v.w);
           }
     }
   }

@@ -201,6 +201,46 @@ void run(const uint16_t* x, const Weight& w, Thin p, void* workspace, cudaStream
   }
 }
 
+// ---- Gradients
+// ------------------------------------------------------------------------------------------------------- An epilogue
+// that adds the low rank first. A tile's columns belong to one group.
+template <typename Store>
+struct AddLowRank {
+  Store store;
+  lora::LowRank low_rank;
+  int group_columns;
+  __device__ __forceinline__ void operator()(float (&d)[128], const wide_product::Shape& s,
+                                             const wide_product::Place& place) const {
+    const int first_column = place.column - 2 * (place.lane % 4), group = first_column / group_columns;
+    const int rows[1][2] = {{min(place.row, s.rows - 1), min(place.row + 8, s.rows - 1)}};
+    lora::LowRank l = low_rank;
+    l.t += group * l.rank;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      lora::add_to_rows(*reinterpret_cast<float(*)[1][64]>(&d[64 * half]), 1, l,
+                        {0, group_columns, first_column - group * group_columns + 128 * half}, rows, place.lane);
+    store(d, s, place);
+  }
+};
+
+template <typename Store>
+void backward_input(const uint16_t* dy, int rows, const Weight& w, const Store& store, const lora::LowRank& low_rank,
+                    cudaStream_t stream) {
+  const char* where = "row_linear: linear_backward_input";
+  check(where, dy, rows, w.n, w.k, w.data);
+  require(aligned(store.out, 16), where, "the result must be aligned to 16 bytes");
+  require(
+      w.groups == 1 || (w.groups > 1 && w.n % kDepth == 0 && w.k % wide_product::kColumns == 0), where,
+      "with groups, n = " + std::to_string(w.n) + " must be a multiple of 64, k = " + std::to_string(w.k) + " of 256");
+  const wide_product::Shape shape{rows, w.groups * w.k, w.n, w.groups > 1 ? w.k : 0};
+  if (low_rank.rank == 0)
+    return wide_product::launch<kColumnsContracted, kRowsContracted>(dy, w.data, shape, store, stream);
+  require(low_rank.rank % 4 == 0 && w.k % wide_product::kColumns == 0, where,
+          "a low rank needs a rank and inputs of multiples of 4 and 256");
+  wide_product::launch<kColumnsContracted, kRowsContracted>(dy, w.data, shape, AddLowRank<Store>{store, low_rank, w.k},
+                                                            stream);
+}
+
 // ---- FP32 weights: three planes are three times the outputs, added at the end ---------------------------------------
 constexpr int kPlanes = 3;
 __global__ void __launch_bounds__(256)
@@ -259,17 +299,24 @@ void linear_bf16(const uint16_t* x, int rows, const Weight& w, uint16_t* out, vo
   run(x, w, p, workspace, stream);
 }
 
-void linear_backward_input(const uint16_t* dy, int rows, const Weight& w, float* dx, cudaStream_t stream) {
-  check("row_linear: linear_backward_input", dy, rows, w.n, w.k, w.data);
-  wide_product::launch<kColumnsContracted, kRowsContracted>(dy, w.data, {rows, w.k, w.n},
-                                                            wide_product::StoreFloats{dx, false}, stream);
+void linear_backward_input(const uint16_t* dy, int rows, const Weight& w, float* dx, cudaStream_t stream,
+                           const lora::LowRank& low_rank) {
+  backward_input(dy, rows, w, wide_product::StoreFloats{dx, false}, low_rank, stream);
+}
+
+void linear_backward_input_bf16(const uint16_t* dy, int rows, const Weight& w, uint16_t* dx, cudaStream_t stream,
+                                const lora::LowRank& low_rank) {
+  backward_input(dy, rows, w, wide_product::StoreBf16{dx}, low_rank, stream);
 }
 
 void linear_backward_weight(const uint16_t* dy, const uint16_t* x, int rows, int n, int k, float* dw,
-                            cudaStream_t stream) {
-  check("row_linear: linear_backward_weight", x, rows, n, k, dy);
-  wide_product::launch<kRowsContracted, kRowsContracted>(dy, x, {n, k, rows}, wide_product::StoreFloats{dw, true},
-                                                         stream);
+                            cudaStream_t stream, int groups) {
+  const char* where = "row_linear: linear_backward_weight";
+  check(where, x, rows, n, k, dy);
+  require(groups == 1 || (groups > 1 && n % wide_product::kClusterRows == 0), where,
+          "with groups, n = " + std::to_string(n) + " must be a multiple of 256");
+  wide_product::launch<kRowsContracted, kRowsContracted>(dy, x, {groups * n, k, rows, 0, groups > 1 ? n : 0},
+                                                         wide_product::StoreFloats{dw, true}, stream);
 }
 
 }  // namespace plumb::kernels::row_linear

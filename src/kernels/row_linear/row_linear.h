@@ -24,7 +24,8 @@ struct Weight {
   const uint16_t* data;  // bf16 bits [groups * n, k], aligned to 16 bytes
   int n, k;              // multiples of 8
   // Several groups (wo_a): outputs g * n .. of y meet inputs g * k .. of x, y = [rows, groups * n], x = [rows, groups *
-  // k]. Then n is a multiple of 128 and at most kThinOutputs, k a multiple of 64. Forward only.
+  // k]. Then n is a multiple of 128 and at most kThinOutputs, k a multiple of 64. Gradients of the input: n a multiple
+  // of 64, k of 256; of the weight: n a multiple of 256.
   int groups = 1;
 };
 // 0 if none is needed for that many rows.
@@ -37,11 +38,16 @@ void linear(const uint16_t* x, int rows, const Weight& weight, float* out, void*
             const lora::LowRank& low_rank = {});
 void linear_bf16(const uint16_t* x, int rows, const Weight& weight, uint16_t* out, void* workspace, cudaStream_t stream,
                  const lora::LowRank& low_rank = {});
-// dx[rows, k] = dy[rows, n] W, FP32, one chain over n. dy: bf16.
-void linear_backward_input(const uint16_t* dy, int rows, const Weight& weight, float* dx, cudaStream_t stream);
-// dw[n, k] += dy^T x, FP32, one chain over the rows, added once.
+// dx[rows, groups * k] = dy[rows, groups * n] W, FP32, one chain over n. dy: bf16 bits. low_rank: U A is added in FP32;
+// k is then a multiple of 256, the factor is A of [rank, k], the same for all groups, and group g's U lies at
+// t + g * rank.
+void linear_backward_input(const uint16_t* dy, int rows, const Weight& weight, float* dx, cudaStream_t stream,
+                           const lora::LowRank& low_rank = {});
+void linear_backward_input_bf16(const uint16_t* dy, int rows, const Weight& weight, uint16_t* dx, cudaStream_t stream,
+                                const lora::LowRank& low_rank = {});
+// dw[groups * n, k] += dy^T x of each group, FP32, one chain over the rows, added once.
 void linear_backward_weight(const uint16_t* dy, const uint16_t* x, int rows, int n, int k, float* dw,
-                            cudaStream_t stream);
+                            cudaStream_t stream, int groups = 1);
 
 // ---- FP32 weights with few outputs
 // ----------------------------------------------------------------------------------- A weight w is kept as three bf16

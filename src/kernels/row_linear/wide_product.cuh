@@ -38,6 +38,12 @@ constexpr int kBand = 8;  // row tiles that meet all columns before the next one
 
 struct Shape {
   int rows, columns, k;
+  // Several groups, of columns (input gradient of wo_a: group g's columns meet K g * k .. of both operands; B's columns
+  // are those of one group, K down) or of rows (its weight gradient: group g's rows meet columns g * columns .. of B).
+  // Multiples of a tile; 0: one group.
+  int group_columns = 0, group_rows = 0;
+  __host__ __device__ int column_groups() const { return group_columns ? columns / group_columns : 1; }
+  __host__ __device__ int row_groups() const { return group_rows ? rows / group_rows : 1; }
   __host__ __device__ int row_tiles() const { return (rows + kClusterRows - 1) / kClusterRows; }
   __host__ __device__ int column_tiles() const { return (columns + kColumns - 1) / kColumns; }
   __host__ __device__ int tiles() const { return row_tiles() * column_tiles(); }
@@ -74,7 +80,11 @@ __device__ __forceinline__ void feed(uint32_t start, const CUtensorMap* a, const
   uint32_t step = 0;
   for (int index = blockIdx.x / kCluster; index < s.tiles(); index += clusters) {
     const Tile tile = tile_at(s, index);
-    const int row = tile.row + rank * kRows, column = tile.column + rank * (kColumns / kCluster);
+    const int column_group = s.group_columns ? tile.column / s.group_columns : 0;
+    const int row_group = s.group_rows ? tile.row / s.group_rows : 0;
+    const int row = tile.row + rank * kRows, first_k = column_group * s.k,
+              column =
+                  tile.column - column_group * s.group_columns + row_group * s.columns + rank * (kColumns / kCluster);
     for (int i = 0; i < s.steps(); ++i, ++step) {
       const uint32_t slot = ring_slot<kStages>(step), full = full_barrier(start, slot);
       const uint32_t rows_at = start + slot * kStageBytes,
@@ -82,7 +92,7 @@ __device__ __forceinline__ void feed(uint32_t start, const CUtensorMap* a, const
       barrier_wait_cluster(empty_barrier(start, slot), ring_parity<kStages>(step) ^ 1);
       barrier_arrive_expect(full, kStageBytes);
       if constexpr (kMajorA == kColumnsContracted) {
-        copy_tensor_2d(rows_at, a, i * kDepth, row, full);
+        copy_tensor_2d(rows_at, a, first_k + i * kDepth, row, full);
       } else {
         copy_tensor_2d(rows_at, a, row, i * kDepth, full);
         copy_tensor_2d(rows_at + kPanelBytes, a, row + 64, i * kDepth, full);
@@ -92,7 +102,8 @@ __device__ __forceinline__ void feed(uint32_t start, const CUtensorMap* a, const
       } else {
 #pragma unroll
         for (int panel = 0; panel < kColumns / kCluster / 64; ++panel)
-          copy_tensor_2d_to_all(columns_at + panel * kPanelBytes, b, column + panel * 64, i * kDepth, full, kAll);
+          copy_tensor_2d_to_all(columns_at + panel * kPanelBytes, b, column + panel * 64, first_k + i * kDepth, full,
+                                kAll);
       }
     }
   }
@@ -228,14 +239,16 @@ inline CUtensorMap bf16_map(const uint16_t* matrix, int rows, int columns, int b
                             CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
-// a: [rows, k], or [k, rows] if its rows are contracted; b: [columns, k] or [k, columns]. Rows of both matrices are
-// multiples of 8 elements, and aligned to 16 bytes.
+// a: [rows, k], or [k, rows] if its rows are contracted; b: [columns, k] or [k, columns]; with groups of columns
+// [rows, groups * k] and [groups * k, columns of a group], with groups of rows b is [k, groups * columns]. Rows of both
+// matrices are multiples of 8 elements, and aligned to 16 bytes.
 template <int kMajorA, int kMajorB, typename Epilogue>
 void launch(const uint16_t* a, const uint16_t* b, const Shape& s, const Epilogue& epilogue, cudaStream_t stream) {
   constexpr bool kDownA = kMajorA == hopper::kRowsContracted, kDownB = kMajorB == hopper::kRowsContracted;
-  const CUtensorMap map_a = kDownA ? bf16_map(a, s.k, s.rows, kDepth) : bf16_map(a, s.rows, s.k, kRows);
+  const int all_k = s.k * s.column_groups(), b_columns = s.columns / s.column_groups() * s.row_groups();
+  const CUtensorMap map_a = kDownA ? bf16_map(a, s.k, s.rows, kDepth) : bf16_map(a, s.rows, all_k, kRows);
   const CUtensorMap map_b =
-      kDownB ? bf16_map(b, s.k, s.columns, kDepth) : bf16_map(b, s.columns, s.k, kColumns / kCluster);
+      kDownB ? bf16_map(b, all_k, b_columns, kDepth) : bf16_map(b, s.columns, s.k, kColumns / kCluster);
   const int blocks = kCluster * std::min(s.tiles(), multiprocessors() / kCluster);
   launch_with_shared(wide_kernel<kMajorA, kMajorB, Epilogue>, blocks, kThreads, kSharedBytes, stream, map_a, map_b, s,
                      epilogue);

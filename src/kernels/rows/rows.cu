@@ -1,0 +1,230 @@
+// All bound by memory: a lane moves 16 bytes at a time. A warp has a piece of a row with four loads in flight, so that
+// one row of 32 KB, a decoded token, is spread over many warps.
+#include "kernels/rows/rows.h"
+
+#include "kernels/hopper/vectors.cuh"
+#include "kernels/launch.cuh"
+
+namespace plumb::kernels::rows {
+namespace {
+
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kFlight = 4, kPiece = 32 * kFlight;  // 16-byte units of a warp
+
+// Grid: (rows / kWarps, pieces of a row).
+dim3 grid(int rows, int units) {
+  return {static_cast<unsigned>((rows + kWarps - 1) / kWarps), static_cast<unsigned>((units + kPiece - 1) / kPiece)};
+}
+__device__ __forceinline__ int warp_row() { return blockIdx.x * kWarps + threadIdx.x / 32; }
+__device__ __forceinline__ int first_unit() { return blockIdx.y * kPiece + threadIdx.x % 32; }
+
+__device__ __forceinline__ void load_piece(uint4 (&v)[kFlight], const uint4* row, int units) {
+#pragma unroll
+  for (int i = 0; i < kFlight; ++i)
+    if (first_unit() + 32 * i < units) v[i] = __ldg(row + first_unit() + 32 * i);
+}
+__device__ __forceinline__ void store_piece(const uint4 (&v)[kFlight], uint4* row, int units) {
+#pragma unroll
+  for (int i = 0; i < kFlight; ++i)
+    if (first_unit() + 32 * i < units) row[first_unit() + 32 * i] = v[i];
+}
+
+__global__ void __launch_bounds__(kThreads)
+    embed_kernel(const uint4* table, int vocabulary, int units, const int* token, int rows, int copies, uint4* out) {
+  const int row = warp_row();
+  if (row >= rows) return;
+  const int id = token[row];
+  uint4 v[kFlight];
+  if (id >= 0 && id < vocabulary) {
+    load_piece(v, table + static_cast<int64_t>(id) * units, units);
+  } else {
+#pragma unroll
+    for (uint4& x : v) x = make_uint4(~0u, ~0u, ~0u, ~0u);
+  }
+  for (int c = 0; c < copies; ++c) store_piece(v, out + (static_cast<int64_t>(row) * copies + c) * units, units);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    copy_kernel(const uint4* x, const int* from, uint4* out, const int* to, int rows, int units) {
+  const int row = warp_row();
+  if (row >= rows) return;
+  const int64_t source = from ? from[row] : row, target = to ? to[row] : row;
+  if (source < 0 || target < 0) return;
+  uint4 v[kFlight];
+  load_piece(v, x + source * units, units);
+  store_piece(v, out + target * units, units);
+}
+
+__device__ __forceinline__ void load_values(const void* data, bool bf16, int64_t unit, float (&v)[8]) {
+  if (bf16) {
+    unpack(static_cast<const uint4*>(data)[unit], v);
+  } else {
+    const float4* from = static_cast<const float4*>(data) + 2 * unit;
+    const float4 a = from[0], b = from[1];
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+  }
+}
+__device__ __forceinline__ void store_values(const float (&v)[8], void* data, bool bf16, int64_t unit) {
+  if (bf16) {
+    static_cast<uint4*>(data)[unit] = pack(v);
+  } else {
+    float4* to = static_cast<float4*>(data) + 2 * unit;
+    to[0] = make_float4(v[0], v[1], v[2], v[3]), to[1] = make_float4(v[4], v[5], v[6], v[7]);
+  }
+}
+
+// A thread has eight channels of a row.
+__global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ Sum p) {
+  const int64_t unit = blockIdx.x * int64_t{kThreads} + threadIdx.x;
+  const int units = p.width / 8;
+  if (unit >= p.rows * units) return;
+  float v[kMostTerms][8];
+#pragma unroll
+  for (int i = 0; i < kMostTerms; ++i) {  // all loads before the first use
+    if (i >= p.terms) break;
+    const Term& t = p.term[i];
+    const int64_t own = t.shared == 1 ? unit : unit / units / t.shared * units + unit % units;
+    load_values(t.data, t.bf16, own, v[i]);
+  }
+  float total[8];
+#pragma unroll
+  for (int k = 0; k < 8; ++k) total[k] = v[0][k];
+#pragma unroll
+  for (int i = 1; i < kMostTerms; ++i) {
+    if (i >= p.terms) break;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) total[k] = __fadd_rn(total[k], v[i][k]);
+  }
+#pragma unroll
+  for (int k = 0; k < 8; ++k) total[k] = __fmul_rn(total[k], p.scale);
+  store_values(total, p.out, p.out_bf16, unit);
+}
+
+// A warp has 256 channels of a meeting. Grid: (meetings / kWarps, pieces of 32 units).
+__global__ void __launch_bounds__(kThreads) meeting_kernel(const __grid_constant__ MeetingSums p) {
+  const int meeting = warp_row(), units = p.width / 8, unit = blockIdx.y * 32 + threadIdx.x % 32;
+  if (meeting >= p.meetings || unit >= units) return;
+  const int64_t target = static_cast<int64_t>(p.to ? p.to[meeting] : meeting) * units + unit;
+  const int first = p.begin ? p.begin[meeting] : meeting, last = p.begin ? p.begin[meeting + 1] : meeting + 1;
+  const uint4* x = reinterpret_cast<const uint4*>(p.x);
+  float total[8] = {};
+  if (p.add) load_values(p.out, p.out_bf16, target, total);
+  for (int i = first; i < last; ++i) {
+    const uint4* row = x + static_cast<int64_t>(p.row ? p.row[i] : i) * p.copies * units + unit;
+    float streams[8], v[8];
+    unpack(row[0], streams);
+#pragma unroll 4
+    for (int c = 1; c < p.copies; ++c) {
+      unpack(row[static_cast<int64_t>(c) * units], v);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) streams[k] = __fadd_rn(streams[k], v[k]);
+    }
+#pragma unroll
+    for (int k = 0; k < 8; ++k) total[k] = __fadd_rn(total[k], streams[k]);
+  }
+  store_values(total, p.out, p.out_bf16, target);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    merge_kernel(Lists window, Lists entries, int offset, int rows, int* begin, int* out) {
+  const int row = warp_row(), lane = threadIdx.x % 32;
+  if (row >= rows) return;
+  const int w = window.begin[row], w_end = window.begin[row + 1], e = entries.begin[row],
+            e_end = entries.begin[row + 1];
+  if (lane == 0) begin[row] = w + e;
+  if (lane == 0 && row == rows - 1) begin[rows] = w_end + e_end;
+  out += w + e;
+  for (int i = lane; i < w_end - w; i += 32) out[i] = window.row[w + i];
+  out += w_end - w;
+  for (int i = lane; i < e_end - e; i += 32) out[i] = entries.row[e + i] + offset;
+}
+
+void check_width(const char* where, int rows, int width) {
+  require(rows >= 0 && width > 0 && width % 8 == 0, where,
+          "rows = " + std::to_string(rows) + " must not be negative and width = " + std::to_string(width) +
+              " a positive multiple of 8");
+}
+
+}  // namespace
+
+void embed(const uint16_t* table, int vocabulary, int width, const int* token, int rows, int copies, uint16_t* out,
+           cudaStream_t stream) {
+  const char* where = "rows: embed";
+  check_width(where, rows, width);
+  if (rows == 0) return;
+  require(copies > 0 && aligned(table, 16) && aligned(out, 16), where,
+          "copies = " + std::to_string(copies) + " must be positive, table and out aligned to 16 bytes");
+  embed_kernel<<<grid(rows, width / 8), kThreads, 0, stream>>>(
+      reinterpret_cast<const uint4*>(table), vocabulary, width / 8, token, rows, copies, reinterpret_cast<uint4*>(out));
+  check_cuda(cudaGetLastError(), where);
+}
+
+void copy(const void* x, const int* from, void* out, const int* to, int rows, size_t row_bytes, cudaStream_t stream) {
+  const char* where = "rows: copy";
+  require(rows >= 0 && row_bytes > 0 && row_bytes % 16 == 0 && row_bytes < (size_t{1} << 24), where,
+          "rows = " + std::to_string(rows) + " must not be negative and row_bytes = " + std::to_string(row_bytes) +
+              " a positive multiple of 16 below 16 MB");
+  if (rows == 0) return;
+  require(aligned(x, 16) && aligned(out, 16), where, "rows must be aligned to 16 bytes");
+  const int units = static_cast<int>(row_bytes / 16);
+  copy_kernel<<<grid(rows, units), kThreads, 0, stream>>>(static_cast<const uint4*>(x), from, static_cast<uint4*>(out),
+                                                          to, rows, units);
+  check_cuda(cudaGetLastError(), where);
+}
+
+void sum(const Sum& p, cudaStream_t stream) {
+  const char* where = "rows: sum";
+  require(p.terms > 0 && p.terms <= kMostTerms && p.rows >= 0 && p.width > 0 && p.width % 8 == 0, where,
+          "terms = " + std::to_string(p.terms) + " must be 1 to " + std::to_string(kMostTerms) +
+              ", width = " + std::to_string(p.width) + " a positive multiple of 8");
+  if (p.rows == 0) return;
+  for (int i = 0; i < p.terms; ++i)
+    require(p.term[i].shared > 0 && p.rows % p.term[i].shared == 0 && aligned(p.term[i].data, 16), where,
+            "term " + std::to_string(i) + " must be aligned to 16 bytes and serve a divisor of the rows");
+  require(aligned(p.out, 16), where, "the result must be aligned to 16 bytes");
+  const int64_t blocks = (p.rows * (p.width / 8) + kThreads - 1) / kThreads;
+  sum_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p);
+  check_cuda(cudaGetLastError(), where);
+}
+
+Meetings meetings(const std::vector<int>& to) {
+  int last = -1;
+  for (const int t : to) last = std::max(last, t);
+  std::vector<int> count(last + 2, 0);
+  for (const int t : to)
+    if (t >= 0) ++count[t];
+  Meetings m{{}, {0}, {}};
+  std::vector<int> next(last + 1);
+  for (int t = 0; t <= last; ++t) {
+    next[t] = m.begin.back();
+    if (count[t] == 0) continue;
+    m.to.push_back(t);
+    m.begin.push_back(m.begin.back() + count[t]);
+  }
+  m.row.resize(m.begin.back());
+  for (size_t i = 0; i < to.size(); ++i)
+    if (to[i] >= 0) m.row[next[to[i]]++] = static_cast<int>(i);
+  return m;
+}
+
+void add_meetings(const MeetingSums& p, cudaStream_t stream) {
+  const char* where = "rows: add_meetings";
+  check_width(where, p.meetings, p.width);
+  if (p.meetings == 0) return;
+  require(p.copies > 0 && (p.to == nullptr) == (p.begin == nullptr) && (p.to == nullptr) == (p.row == nullptr), where,
+          "copies = " + std::to_string(p.copies) + " must be positive, and the lists all given or all null");
+  require(aligned(p.x, 16) && aligned(p.out, 16), where, "rows must be aligned to 16 bytes");
+  const dim3 blocks(static_cast<unsigned>((p.meetings + kWarps - 1) / kWarps), (p.width / 8 + 31) / 32);
+  meeting_kernel<<<blocks, kThreads, 0, stream>>>(p);
+  check_cuda(cudaGetLastError(), where);
+}
+
+void merge_keys(const Lists& window, const Lists& entries, int offset, int rows, int* begin, int* row,
+                cudaStream_t stream) {
+  require(rows >= 0, "rows: merge_keys", "rows = " + std::to_string(rows) + " must not be negative");
+  if (rows == 0) return;
+  merge_kernel<<<grid(rows, 1), kThreads, 0, stream>>>(window, entries, offset, rows, begin, row);
+  check_cuda(cudaGetLastError(), "rows: merge_keys");
+}
+
+}  // namespace plumb::kernels::rows
