@@ -1,5 +1,6 @@
-// What the benchmarks of the matrix kernels share: random data made on the device, timing, the ceilings of the machine
-// (measured in the same run), lines of a table and the result file.
+// What the benchmarks of the kernels share: random data made on the device, timing, the ceilings of the machine
+// (measured in the same run), lines of a table and the result file. A line: time, operations or bytes that must be
+// moved over time, and percent of the ceiling.
 #pragma once
 #include <cuda_bf16.h>
 
@@ -20,6 +21,7 @@
 namespace plumb::bench {
 
 using plumb::kernels::check_cuda;
+inline void check(cudaError_t error) { check_cuda(error, "CUDA"); }
 
 // ---- Random data ---------------------------------------------------------------------------------------------------
 __device__ inline uint32_t hash(uint64_t x) {
@@ -33,9 +35,9 @@ __device__ inline float normal(uint64_t x) {
 __device__ inline void assign(uint16_t& to, float v) { to = __bfloat16_as_ushort(__float2bfloat16_rn(v)); }
 __device__ inline void assign(float& to, float v) { to = v; }
 template <typename T>
-__global__ void normal_kernel(T* out, size_t count, float size, uint64_t seed) {
+__global__ void normal_kernel(T* out, size_t count, float size, float mean, uint64_t seed) {
   for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < count; i += size_t{gridDim.x} * blockDim.x)
-    assign(out[i], normal((seed << 40) + i) * size);
+    assign(out[i], mean + normal((seed << 40) + i) * size);
 }
 
 template <typename T>
@@ -43,10 +45,11 @@ class Array {
  public:
   explicit Array(size_t count) : count_(count) {
     check_cuda(cudaMalloc(&data_, std::max<size_t>(count, 1) * sizeof(T)), "cudaMalloc");
+    check_cuda(cudaMemset(data_, 0, count * sizeof(T)), "cudaMemset");
   }
   // bf16 or FP32, normally distributed.
-  Array(size_t count, float size, uint64_t seed) : Array(count) {
-    normal_kernel<<<2048, 256>>>(data_, count, size, seed);
+  Array(size_t count, float size, uint64_t seed, float mean = 0) : Array(count) {
+    normal_kernel<<<2048, 256>>>(data_, count, size, mean, seed);
     check_cuda(cudaDeviceSynchronize(), "random data");
   }
   explicit Array(const std::vector<T>& v) : Array(v.size()) {
@@ -160,7 +163,7 @@ class Report {
     copy_ = 2.0 * bytes * 1e-9 /
             median_ms(9, [&] { cudaMemcpyAsync(to.get(), from.get(), bytes, cudaMemcpyDeviceToDevice); });
     std::printf("%s: copy %.2f TB/s, bf16 tensor peak %.0f TFLOPS\n", device_.c_str(), copy_, peak_);
-    figure("ceiling: copy", copy_, "TB/s", 0), figure("ceiling: bf16 products", peak_, "TFLOPS", 0);
+    figure("ceiling: copy", copy_, "TB/s"), figure("ceiling: bf16 products", peak_, "TFLOPS");
   }
   // Arithmetic-bound work. ceiling: TFLOPS, 0 for the measured bf16 peak.
   void product(const std::string& what, double flop, Timing t, double ceiling = 0) {
@@ -168,22 +171,28 @@ class Report {
     const double fresh = flop / t.fresh * 1e-9, sustained = flop / t.sustained * 1e-9;
     std::printf("%-58s fresh %8.3f ms %5.0f TFLOPS %3.0f %%, sustained %8.3f ms %5.0f TFLOPS %3.0f %%\n", what.c_str(),
                 t.fresh, fresh, 100 * fresh / ceiling, t.sustained, sustained, 100 * sustained / ceiling);
-    figure(what + ", fresh", fresh, "TFLOPS", 100 * fresh / ceiling);
-    figure(what + ", sustained", sustained, "TFLOPS", 100 * sustained / ceiling);
+    figure(what + ", fresh", fresh, "TFLOPS", t.fresh, 100 * fresh / ceiling);
+    figure(what + ", sustained", sustained, "TFLOPS", t.sustained, 100 * sustained / ceiling);
+  }
+  // The same, timed as part of a run of launches.
+  void product(const std::string& what, double flop, double ms) {
+    const double rate = flop / ms * 1e-9;
+    std::printf("%-58s %9.4f ms %5.0f TFLOPS %3.0f %% of the bf16 peak\n", what.c_str(), ms, rate, 100 * rate / peak_);
+    figure(what, rate, "TFLOPS", ms, 100 * rate / peak_);
   }
   // Memory-bound work: bytes read and written.
   void bytes(const std::string& what, double bytes, double ms) {
     const double rate = bytes / ms * 1e-9;
     std::printf("%-58s %9.4f ms %5.2f TB/s %3.0f %% of the copy rate\n", what.c_str(), ms, rate, 100 * rate / copy_);
-    figure(what, rate, "TB/s", 100 * rate / copy_);
+    figure(what, rate, "TB/s", ms, 100 * rate / copy_);
   }
   void time(const std::string& what, double ms) {
     std::printf("%-58s %9.2f us\n", what.c_str(), ms * 1e3);
-    figure(what, ms * 1e3, "us", 0);
+    figure(what, ms * 1e3, "us", ms);
   }
   void ratio(const std::string& what, double percent) {
     std::printf("%-58s %9.1f %%\n", what.c_str(), percent);
-    figure(what, percent, "%", 0);
+    figure(what, percent, "%");
   }
   void write(int argc, char** argv) const {
     if (argc < 2) return;
@@ -194,17 +203,19 @@ class Report {
     if (!file) throw std::runtime_error(std::string("cannot write ") + argv[1]);
     std::fprintf(file,
                  "{\n  \"name\": \"%s\",\n  \"date\": \"%s\",\n  \"device\": \"%s\",\n"
-                 "  \"command\": \"%s_bench bench/results/%s.json\",\n  \"figures\": [\n%s\n  ]\n}\n",
-                 name_, date, device_.c_str(), name_, name_, figures_.c_str());
+                 "  \"command\": \"make bench-gpu\",\n  \"figures\": [\n%s\n  ]\n}\n",
+                 name_, date, device_.c_str(), figures_.c_str());
     std::fclose(file);
   }
-  double peak() const { return peak_; }
+  double peak() const { return peak_; }  // TFLOPS
+  double copy() const { return copy_; }  // TB/s
 
  private:
-  void figure(const std::string& what, double value, const char* unit, double percent) {
+  void figure(const std::string& what, double value, const char* unit, double ms = 0, double percent = 0) {
     char line[320];
     int length = std::snprintf(line, sizeof line, "%s    {\"name\": \"%s\", \"value\": %.4g, \"unit\": \"%s\"",
                                figures_.empty() ? "" : ",\n", what.c_str(), value, unit);
+    if (ms > 0) length += std::snprintf(line + length, sizeof line - length, ", \"ms\": %.4g", ms);
     if (percent > 0)
       length += std::snprintf(line + length, sizeof line - length, ", \"percent_of_ceiling\": %.1f", percent);
     std::snprintf(line + length, sizeof line - length, "}");

@@ -1,12 +1,12 @@
 // Speed of pooling compressed entries at 16,384 rows. usage: compressor_bench [RESULT.json]
-#include "gpu_bench.cuh"
+#include "bench_support.cuh"
 #include "kernels/compressor/compressor.h"
 
 using namespace plumb::kernels;
-using namespace gpu_bench;
+using namespace plumb::bench;
 
 int main(int argc, char** argv) {
-  Report report("compressor", argc > 1 ? argv[1] : nullptr);
+  Report report("compressor");
   const int rows = 16384;
   struct Line {
     const char* what;
@@ -19,26 +19,26 @@ int main(int argc, char** argv) {
     for (int e = 0; e < entries; ++e)
       for (int s = 0; s < slots; ++s) source.push_back(std::max(-1, (e + 1) * l.ratio - slots + s));
     const SlotUseLists lists = transpose_sources(source, rows, l.ratio, slots);
-    Buffer<int> sources(source), begin(lists.begin), use(lists.use);
-    Normal<float> kv(size_t(rows) * row_width, 1), gate(kv.count, 2), ape(size_t(l.ratio) * row_width, 3);
-    Normal<Bf16> d_entries(size_t(entries) * l.width, 4);
-    Buffer<Bf16> out(d_entries.count);
-    Buffer<float> total(out.count), value(out.count), d_kv(kv.count), d_gate(kv.count), d_ape(ape.count);
-    const CompressedPooling p{kv.data, gate.data, nullptr, nullptr, ape.data, sources.data,
-                              rows,    entries,   l.ratio, slots,   l.width};
-    Buffer<uint8_t> workspace(pool_entries_backward_workspace(p));
-    const double projected = 8.0 * kv.count, small = 1.0 * out.count;
-    double ms = median_ms(11, [&](int) { check(pool_entries(p, out.data, nullptr, nullptr, nullptr)); });
-    report.bytes(l.what, ms, projected + 2 * small);
-    ms = median_ms(11, [&](int) { check(pool_entries(p, out.data, total.data, value.data, nullptr)); });
-    report.bytes((std::string(l.what) + ", kept for backward").c_str(), ms, projected + 10 * small);
-    CompressedPoolingBackward b{p,         total.data,  value.data, d_entries.data, {begin.data, use.data},
-                                d_kv.data, d_gate.data, nullptr,    workspace.data};
-    ms = median_ms(11, [&](int) { check(pool_entries_backward(b, nullptr)); });
-    report.bytes((std::string(l.what) + ", backward").c_str(), ms, 2 * projected + 10 * small);
-    b.d_ape = d_ape.data;
-    ms = median_ms(11, [&](int) { check(pool_entries_backward(b, nullptr)); });
-    report.bytes((std::string(l.what) + ", backward with ape").c_str(), ms, 3 * projected + 20 * small);
+    Array<int> sources(source), begin(lists.begin), use(lists.use);
+    Array<float> kv(size_t(rows) * row_width, 1, 1), gate(kv.size(), 1, 2), ape(size_t(l.ratio) * row_width, 1, 3);
+    Array<uint16_t> d_entries(size_t(entries) * l.width, 1, 4);
+    Array<uint16_t> out(d_entries.size());
+    Array<float> total(out.size()), value(out.size()), d_kv(kv.size()), d_gate(kv.size()), d_ape(ape.size());
+    const CompressedPooling p{kv.get(), gate.get(), nullptr, nullptr, ape.get(), sources.get(),
+                              rows,     entries,    l.ratio, slots,   l.width};
+    Array<uint8_t> workspace(pool_entries_backward_workspace(p));
+    const double projected = 8.0 * kv.size(), small = 1.0 * out.size();
+    double ms = median_ms(11, [&] { check(pool_entries(p, out.get(), nullptr, nullptr, nullptr)); });
+    report.bytes(l.what, projected + 2 * small, ms);
+    ms = median_ms(11, [&] { check(pool_entries(p, out.get(), total.get(), value.get(), nullptr)); });
+    report.bytes(std::string(l.what) + ", kept for backward", projected + 10 * small, ms);
+    CompressedPoolingBackward b{p,          total.get(),  value.get(), d_entries.get(), {begin.get(), use.get()},
+                                d_kv.get(), d_gate.get(), nullptr,     workspace.get()};
+    ms = median_ms(11, [&] { check(pool_entries_backward(b, nullptr)); });
+    report.bytes(std::string(l.what) + ", backward", 2 * projected + 10 * small, ms);
+    b.d_ape = d_ape.get();
+    ms = median_ms(11, [&] { check(pool_entries_backward(b, nullptr)); });
+    report.bytes(std::string(l.what) + ", backward with ape", 3 * projected + 20 * small, ms);
   }
-  return report.write();
+  report.write(argc, argv);
 }

@@ -1,24 +1,14 @@
 // Speed of the grouped linear kernels at the shapes of DeepSeek-V4-Flash's experts: 256 experts, fc1 [4096, 4096] (gate
 // and up), fc2 [4096, 2048], 98,304 rows (16,384 tokens x top 6).
 //
-// usage: grouped_linear_bench [result.json]. Takes about 20 s and 12 GB of GPU memory. By hand:
-//   nvcc -gencode arch=compute_90a,code=sm_90a -std=c++20 -O3 --expt-relaxed-constexpr -Isrc -o grouped_linear_bench
-//     bench/kernels/grouped_linear_bench.cu src/kernels/grouped_linear/*.cu
+// usage: grouped_linear_bench [result.json]. Takes about 20 s and 12 GB of GPU memory.
 //
 // fresh: median of 5 launches after 0.3 s of rest. sustained: median of 60 launches in a row, when the power limit has
 // pulled the clock down. Data is random (on zeros the clock stays higher): the kernels' results are checked by the
 // tests, not here.
-#include <algorithm>
-#include <chrono>
 #include <cmath>
-#include <cstdio>
-#include <ctime>
-#include <functional>
 #include <memory>
 #include <random>
-#include <string>
-#include <thread>
-#include <vector>
 
 #include "bench_support.cuh"
 #include "kernels/grouped_linear/activation.cuh"
@@ -28,6 +18,7 @@
 
 namespace {
 
+using namespace plumb::bench;
 using namespace plumb::kernels;
 using namespace plumb::kernels::grouped_linear;
 
@@ -35,14 +26,6 @@ constexpr int kExperts = 256, kRows = 98304, kWideWidth = 256;
 constexpr double kPeakTflops = 1979;  // FP8 dense, datasheet
 
 // ---- Random data on the device -------------------------------------------------------------------------------------
-__device__ uint32_t hash(uint64_t x) {
-  x ^= x >> 33, x *= 0xff51afd7ed558ccdULL, x ^= x >> 33, x *= 0xc4ceb9fe1a85ec53ULL, x ^= x >> 33;
-  return static_cast<uint32_t>(x);
-}
-__device__ float normal(uint64_t x) {
-  const float u = (hash(2 * x) + 1.0f) * 2.3283064e-10f, v = hash(2 * x + 1) * 2.3283064e-10f;
-  return sqrtf(-2.0f * logf(fminf(u, 1.0f))) * cospif(2.0f * v);
-}
 enum class Fill { bf16, codes, offsets, weights, bases };
 template <Fill kFill, typename T>
 __global__ void fill_kernel(T* out, size_t count, uint64_t seed) {
@@ -78,57 +61,6 @@ Weights random_weights(WeightFormat format, int groups, int n, int k) {
           k,      data,   random_array<Fill::bases, float>(size_t(groups) * (n / kBlock) * block_stride(k), 4)};
 }
 void release(const Weights& w) { cudaFree(const_cast<uint8_t*>(w.records)), cudaFree(const_cast<float*>(w.bases)); }
-
-// ---- Timing --------------------------------------------------------------------------------------------------------
-double median_ms(const std::function<void()>& run, int repeats) {
-  cudaEvent_t start, stop;
-  check_cuda(cudaEventCreate(&start), "event"), check_cuda(cudaEventCreate(&stop), "event");
-  std::vector<float> times;
-  for (int i = 0; i < repeats + 2; ++i) {
-    check_cuda(cudaEventRecord(start), "record");
-    run();
-    check_cuda(cudaEventRecord(stop), "record");
-    check_cuda(cudaEventSynchronize(stop), "kernel");
-    float ms;
-    check_cuda(cudaEventElapsedTime(&ms, start, stop), "time");
-    if (i >= 2) times.push_back(ms);
-  }
-  cudaEventDestroy(start), cudaEventDestroy(stop);
-  std::sort(times.begin(), times.end());
-  return times[times.size() / 2];
-}
-struct Timing {
-  double fresh, sustained;
-};
-Timing measure(const std::function<void()>& run) {
-  run();
-  check_cuda(cudaDeviceSynchronize(), "kernel");
-  std::this_thread::sleep_for(std::chrono::milliseconds(300));  // lets the chip cool down: part of what "fresh" means
-  const double fresh = median_ms(run, 5);
-  return {fresh, median_ms(run, 60)};
-}
-
-// ---- Report --------------------------------------------------------------------------------------------------------
-std::string json_figures;
-void figure(const std::string& name, double value, const char* unit) {
-  char line[200];
-  std::snprintf(line, sizeof line, "%s    {\"name\": \"%s\", \"value\": %.4g, \"unit\": \"%s\"}",
-                json_figures.empty() ? "" : ",\n", name.c_str(), value, unit);
-  json_figures += line;
-}
-void report_product(const std::string& name, double flop, Timing t) {
-  const double fresh = flop / t.fresh * 1e-9, sustained = flop / t.sustained * 1e-9;
-  std::printf("%-46s fresh %7.3f ms %5.0f TFLOPS %3.0f %% of peak, sustained %7.3f ms %5.0f TFLOPS %3.0f %%\n",
-              name.c_str(), t.fresh, fresh, 100 * fresh / kPeakTflops, t.sustained, sustained,
-              100 * sustained / kPeakTflops);
-  figure(name + ", fresh", fresh, "TFLOPS"), figure(name + ", sustained", sustained, "TFLOPS");
-}
-double copy_rate = 0;  // TB/s, read + written: the ceiling of memory-bound kernels
-void report_bytes(const std::string& name, double bytes, double ms) {
-  std::printf("%-46s %9.4f ms %5.2f TB/s %3.0f %% of the copy rate\n", name.c_str(), ms, bytes / ms * 1e-9,
-              100 * bytes / ms * 1e-9 / copy_rate);
-  figure(name, bytes / ms * 1e-9, "TB/s");
-}
 
 // ---- Routings ------------------------------------------------------------------------------------------------------
 std::vector<int> uneven_counts() {  // log-normal, some experts empty, none above 2,000 rows
@@ -173,25 +105,30 @@ struct Rows {  // everything that a run reads and writes for its rows
   Activations activations(int rows) const { return {values, scales, rows}; }
 };
 
-void wide_runs(const char* layer, const Weights& w, const Rows& r, bool fused) {
+void wide_runs(Report& report, const char* layer, const Weights& w, const Rows& r, bool fused) {
   const double flop = 2.0 * kRows * w.n * w.k;
   const char* format = w.format == WeightFormat::fp4 ? "FP4" : "FP8";
   for (const bool even : {true, false}) {
     const DevicePlan p(even ? std::vector<int>(kExperts, kRows / kExperts) : uneven_counts(), w.n, kWideWidth);
     const std::string name = std::string(layer) + " " + format + (even ? ", even rows" : ", uneven rows");
-    report_product(name + ", bf16 out", flop,
-                   measure([&] { linear(w, r.activations(kRows), p.plan, r.out, nullptr); }));
+    report.product(name + ", bf16 out", flop,
+                   measure([&] { linear(w, r.activations(kRows), p.plan, r.out, nullptr); }, 60), kPeakTflops);
     if (fused)
-      report_product(name + ", SwiGLU fused", flop, measure([&] {
-                       linear_swiglu(w, r.activations(kRows), p.plan, r.route, 10.0f, r.hidden, r.hidden_scales,
-                                     nullptr);
-                     }));
+      report.product(name + ", SwiGLU fused", flop,
+                     measure(
+                         [&] {
+                           linear_swiglu(w, r.activations(kRows), p.plan, r.route, 10.0f, r.hidden, r.hidden_scales,
+                                         nullptr);
+                         },
+                         60),
+                     kPeakTflops);
   }
 }
 
 // `active` experts with rows_each rows; every launch takes other experts, so that weights come from memory and not from
 // L2.
-void decode_runs(const char* layer, const Weights& w, const Rows& r, int active, int rows_each, int width, bool fused) {
+void decode_runs(Report& report, const char* layer, const Weights& w, const Rows& r, int active, int rows_each,
+                 int width, bool fused) {
   const int sets = std::max(1, std::min(16, kExperts / active));
   std::vector<std::unique_ptr<DevicePlan>> plans;
   for (int s = 0; s < sets; ++s) {
@@ -200,20 +137,20 @@ void decode_runs(const char* layer, const Weights& w, const Rows& r, int active,
     plans.push_back(std::make_unique<DevicePlan>(counts, w.n, width));
   }
   const Activations a = r.activations(active * rows_each);
-  const double ms = plumb::bench::graph_ms(4 * sets, [&](int i, cudaStream_t stream) {  // as a decode step runs
+  const double ms = graph_ms(4 * sets, [&](int i, cudaStream_t stream) {  // as a decode step runs
     if (fused)
       linear_swiglu(w, a, plans[i % sets]->plan, r.route, 10.0f, r.hidden, r.hidden_scales, stream);
     else
       linear(w, a, plans[i % sets]->plan, r.out, stream);
   });
   const double bytes = double(active) * (w.n / kRecordRows) * (w.k / kBlock) * record_bytes(w.format);
-  report_bytes(std::string(layer) + (w.format == WeightFormat::fp4 ? " FP4" : " FP8") + ", decoding, " +
+  report.bytes(std::string(layer) + (w.format == WeightFormat::fp4 ? " FP4" : " FP8") + ", decoding, " +
                    std::to_string(active) + " experts x " + std::to_string(rows_each) + " rows, tile " +
                    std::to_string(width),
                bytes, ms);
 }
 
-void dense_runs(const Rows& r) {
+void dense_runs(Report& report, const Rows& r) {
   struct Shape {
     const char* name;
     int n, k;
@@ -223,14 +160,15 @@ void dense_runs(const Rows& r) {
     const int rows = s.n > 16384 ? 8192 : 16384;
     const Weights w = random_weights(WeightFormat::fp8, 1, s.n, s.k);
     const DevicePlan p({rows}, s.n, kWideWidth);
-    report_product(std::string("dense FP8 ") + s.name + " [" + std::to_string(s.n) + ", " + std::to_string(s.k) +
+    report.product(std::string("dense FP8 ") + s.name + " [" + std::to_string(s.n) + ", " + std::to_string(s.k) +
                        "], " + std::to_string(rows) + " rows",
-                   2.0 * rows * s.n * s.k, measure([&] { linear(w, r.activations(rows), p.plan, r.out, nullptr); }));
+                   2.0 * rows * s.n * s.k, measure([&] { linear(w, r.activations(rows), p.plan, r.out, nullptr); }, 60),
+                   kPeakTflops);
     release(w);
   }
 }
 
-void sort_and_combine(const Rows& r) {
+void sort_and_combine(Report& report, const Rows& r) {
   constexpr int kTopK = 6, kTokens = kRows / kTopK;
   std::mt19937 random(12);
   std::vector<int> experts(kRows);
@@ -242,48 +180,25 @@ void sort_and_combine(const Rows& r) {
     const Choices choices{expert, r.route, tokens, kTopK, kExperts};
     void* workspace;
     check_cuda(cudaMalloc(&workspace, std::max<size_t>(sort_bytes(choices), 4)), "cudaMalloc");
-    const double us = 1e3 * median_ms(
-                                [&] {
-                                  sort_by_expert(choices, {first, source, r.hidden_scales, slots}, workspace, nullptr);
-                                },
-                                21);
+    const double ms = median_ms(21, [&] {
+      sort_by_expert(choices, {first, source, r.hidden_scales, slots}, workspace, nullptr);
+    });
     const std::string name = "sort " + std::to_string(tokens) + " tokens x top 6 by expert";
-    std::printf("%-46s %9.1f us\n", name.c_str(), us), figure(name, us, "us");
+    report.time(name, ms);
     if (tokens == kTokens)
-      report_bytes("combine 16384 tokens x top 6", 2.0 * (kRows + kTokens) * 4096,
-                   median_ms(
-                       [&] {
-                         combine(r.out, slots, nullptr, kTokens, kTopK, 4096, reinterpret_cast<uint16_t*>(r.values),
-                                 nullptr);
-                       },
-                       9));
+      report.bytes("combine 16384 tokens x top 6", 2.0 * (kRows + kTokens) * 4096, median_ms(9, [&] {
+                     combine(r.out, slots, nullptr, kTokens, kTopK, 4096, reinterpret_cast<uint16_t*>(r.values),
+                             nullptr);
+                   }));
     cudaFree(workspace);
   }
   for (int* p : {expert, source, slots, first}) cudaFree(p);
 }
 
-void write_json(const char* path, const char* device) {
-  char date[32];
-  const std::time_t now = std::time(nullptr);
-  std::strftime(date, sizeof date, "%Y-%m-%d", std::gmtime(&now));
-  std::FILE* file = std::fopen(path, "w");
-  if (!file) throw std::runtime_error(std::string("cannot write ") + path);
-  std::fprintf(
-      file,
-      "{\n  \"name\": \"grouped_linear\",\n  \"date\": \"%s\",\n  \"device\": \"%s\",\n"
-      "  \"command\": \"grouped_linear_bench bench/results/grouped_linear.json\",\n  \"figures\": [\n%s\n  ]\n}\n",
-      date, device, json_figures.c_str());
-  std::fclose(file);
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
-  std::setvbuf(stdout, nullptr, _IONBF, 0);
-  cudaDeviceProp device;
-  check_cuda(cudaGetDeviceProperties(&device, 0), "device");
-  std::printf("%s, %d multiprocessors\n", device.name, device.multiProcessorCount);
-
+  Report report("grouped_linear");
   const size_t widest = 4096;
   uint16_t* x = random_array<Fill::bf16, uint16_t>(size_t(kRows) * widest, 5);
   Rows r{};
@@ -293,40 +208,33 @@ int main(int argc, char** argv) {
   r.scales = random_array<Fill::bases, float>(size_t(kRows) * widest / kBlock, 9);
   r.hidden_scales = random_array<Fill::bases, float>(size_t(kRows) * widest / kBlock, 10);
   r.route = random_array<Fill::bases, float>(kRows, 11);
-  const double copy_bytes = 2.0 * kRows * widest;
-  copy_rate = 1,
-  copy_rate = 2 * copy_bytes * 1e-9 /
-              median_ms([&] { cudaMemcpyAsync(r.out, x, size_t(copy_bytes), cudaMemcpyDeviceToDevice); }, 9);
-  report_bytes("copy", 2 * copy_bytes, 2 * copy_bytes * 1e-9 / copy_rate);
-
-  report_bytes("quantise rows of 4,096", 3.0 * kRows * widest,
-               median_ms([&] { quantise_rows(x, nullptr, kRows, 4096, r.values, r.scales, nullptr); }, 9));
-  report_bytes(
-      "SwiGLU and quantise, 2 x 2,048", 2.5 * kRows * widest,
-      median_ms([&] { swiglu_quantise(x, kRows, 4096, r.route, 10.0f, r.hidden, r.hidden_scales, nullptr); }, 9));
+  report.bytes("quantise rows of 4,096", 3.0 * kRows * widest,
+               median_ms(9, [&] { quantise_rows(x, nullptr, kRows, 4096, r.values, r.scales, nullptr); }));
+  report.bytes("SwiGLU and quantise, 2 x 2,048", 2.5 * kRows * widest, median_ms(9, [&] {
+                 swiglu_quantise(x, kRows, 4096, r.route, 10.0f, r.hidden, r.hidden_scales, nullptr);
+               }));
   {
     const DevicePlan p(uneven_counts(), 4096, kWideWidth);
-    const double us = 1e3 * median_ms([&] { make_plan(p.first, p.plan, nullptr); }, 21);
-    std::printf("%-46s %9.1f us\n", "plan, 256 experts", us), figure("plan, 256 experts", us, "us");
+    const double ms = median_ms(21, [&] { make_plan(p.first, p.plan, nullptr); });
+    report.time("plan, 256 experts", ms);
   }
-  sort_and_combine(r);
+  sort_and_combine(report, r);
   for (const WeightFormat format : {WeightFormat::fp4, WeightFormat::fp8}) {
     Weights w = random_weights(format, kExperts, 4096, 4096);
     quantise_rows(x, nullptr, kRows, 4096, r.values, r.scales, nullptr);
-    wide_runs("fc1", w, r, true);
-    decode_runs("fc1", w, r, 256, 8, 8, true), decode_runs("fc1", w, r, 48, 8, 8, true),
-        decode_runs("fc1", w, r, 6, 1, 8, true);
+    wide_runs(report, "fc1", w, r, true);
+    decode_runs(report, "fc1", w, r, 256, 8, 8, true), decode_runs(report, "fc1", w, r, 48, 8, 8, true),
+        decode_runs(report, "fc1", w, r, 6, 1, 8, true);
     if (format == WeightFormat::fp4)
-      decode_runs("fc1", w, r, 256, 16, 16, true), decode_runs("fc1", w, r, 256, 64, 64, true);
+      decode_runs(report, "fc1", w, r, 256, 16, 16, true), decode_runs(report, "fc1", w, r, 256, 64, 64, true);
     release(w);
     w = random_weights(format, kExperts, 4096, 2048);
     quantise_rows(x, nullptr, kRows, 2048, r.values, r.scales, nullptr);
-    wide_runs("fc2", w, r, false);
-    decode_runs("fc2", w, r, 256, 8, 8, false), decode_runs("fc2", w, r, 48, 8, 8, false),
-        decode_runs("fc2", w, r, 6, 1, 8, false);
+    wide_runs(report, "fc2", w, r, false);
+    decode_runs(report, "fc2", w, r, 256, 8, 8, false), decode_runs(report, "fc2", w, r, 48, 8, 8, false),
+        decode_runs(report, "fc2", w, r, 6, 1, 8, false);
     release(w);
   }
-  dense_runs(r);
-  if (argc > 1) write_json(argv[1], device.name);
-  return 0;
+  dense_runs(report, r);
+  report.write(argc, argv);
 }

@@ -1,46 +1,46 @@
 // Speed of norms, rotation and storage forms at 16,384 rows. usage: norm_bench [RESULT.json]
-#include "gpu_bench.cuh"
+#include "bench_support.cuh"
 #include "kernels/norm/norm.h"
 #include "kernels/rotary/rotary.h"
 
 using namespace plumb::kernels;
-using namespace gpu_bench;
+using namespace plumb::bench;
 
 int main(int argc, char** argv) {
-  Report report("norm", argc > 1 ? argv[1] : nullptr);
+  Report report("norm");
   const int rows = 16384;
   for (const int width : {1024, 4096}) {
-    Normal<Bf16> x(size_t(rows) * width, 1), d(x.count, 2);
-    Normal<float> weight(width, 3, 0.1f, 1);
-    Buffer<Bf16> y(x.count);
-    Buffer<uint8_t> values(x.count), workspace(rms_norm_backward_workspace(rows, width));
-    Buffer<float> scales(size_t(rows) * width / 128), dw(width);
-    const double bytes = 2.0 * x.count;
+    Array<uint16_t> x(size_t(rows) * width, 1, 1), d(x.size(), 1, 2);
+    Array<float> weight(width, 0.1f, 3, 1);
+    Array<uint16_t> y(x.size());
+    Array<uint8_t> values(x.size()), workspace(rms_norm_backward_workspace(rows, width));
+    Array<float> scales(size_t(rows) * width / 128), dw(width);
+    const double bytes = 2.0 * x.size();
     const std::string name = "norm of " + std::to_string(width);
-    double ms = median_ms(11, [&](int) {
-      check(rms_norm({x.data, weight.data, y.data, values.data, scales.data, rows, width, 1e-6f}, nullptr));
+    double ms = median_ms(11, [&] {
+      check(rms_norm({x.get(), weight.get(), y.get(), values.get(), scales.get(), rows, width, 1e-6f}, nullptr));
     });
-    report.bytes((name + " with FP8 codes").c_str(), ms, bytes * 2.5);
-    ms = median_ms(11, [&](int) {
-      check(rms_norm_backward({x.data, d.data, weight.data, y.data, nullptr, nullptr, rows, width, 1e-6f}, nullptr));
+    report.bytes(name + " with FP8 codes", bytes * 2.5, ms);
+    ms = median_ms(11, [&] {
+      check(
+          rms_norm_backward({x.get(), d.get(), weight.get(), y.get(), nullptr, nullptr, rows, width, 1e-6f}, nullptr));
     });
-    report.bytes((name + ", backward").c_str(), ms, bytes * 3);
-    ms = median_ms(11, [&](int) {
-      check(rms_norm_backward({x.data, d.data, weight.data, y.data, dw.data, workspace.data, rows, width, 1e-6f},
+    report.bytes(name + ", backward", bytes * 3, ms);
+    ms = median_ms(11, [&] {
+      check(rms_norm_backward({x.get(), d.get(), weight.get(), y.get(), dw.get(), workspace.get(), rows, width, 1e-6f},
                               nullptr));
     });
-    report.bytes((name + ", backward with weight").c_str(), ms, bytes * 3);
+    report.bytes(name + ", backward with weight", bytes * 3, ms);
   }
   std::vector<int> positions(rows);
   std::vector<float> frequencies(32);
   for (int r = 0; r < rows; ++r) positions[r] = r;
   for (int j = 0; j < 32; ++j) frequencies[j] = 1.0f / (1 << j / 2);
-  Buffer<int> position(positions);
-  Buffer<float> frequency(frequencies);
-  Buffer<float2> table(size_t(rows) * 32);
-  report.time("rotary table", median_ms(11, [&](int) {
-                check(rotary_table(position.data, frequency.data, rows, table.data, nullptr));
-              }));
+  Array<int> position(positions);
+  Array<float> frequency(frequencies);
+  Array<float2> table(size_t(rows) * 32);
+  report.time("rotary table",
+              median_ms(11, [&] { check(rotary_table(position.get(), frequency.get(), rows, table.get(), nullptr)); }));
   struct Line {
     const char* what;
     int vectors, width;
@@ -52,26 +52,26 @@ int main(int argc, char** argv) {
         Line{"keys: norm, rotation, FP8", 1, 512, VectorNorm::weighted, VectorStorage::fp8},
         Line{"index queries: rotation, Hadamard, FP4", 64, 128, VectorNorm::none, VectorStorage::fp4},
         Line{"index keys: norm, rotation, Hadamard, FP4", 1, 128, VectorNorm::weighted, VectorStorage::fp4}}) {
-    Normal<Bf16> x(size_t(rows) * l.vectors * l.width, 1), d(x.count, 2);
-    Normal<float> weight(l.width, 3, 0.1f, 1);
-    Buffer<Bf16> y(x.count);
+    Array<uint16_t> x(size_t(rows) * l.vectors * l.width, 1, 1), d(x.size(), 1, 2);
+    Array<float> weight(l.width, 0.1f, 3, 1);
+    Array<uint16_t> y(x.size());
     const bool weighted = l.norm == VectorNorm::weighted;
-    double ms = median_ms(11, [&](int) {
-      check(finish_vectors({x.data, weighted ? weight.data : nullptr, table.data, nullptr, y.data, rows, l.vectors,
+    double ms = median_ms(11, [&] {
+      check(finish_vectors({x.get(), weighted ? weight.get() : nullptr, table.get(), nullptr, y.get(), rows, l.vectors,
                             l.width, l.norm, l.storage, 1e-6f},
                            nullptr));
     });
-    report.bytes(l.what, ms, 4.0 * x.count);
-    ms = median_ms(11, [&](int) {
-      check(finish_vectors_backward({x.data, d.data, weighted ? weight.data : nullptr, table.data, y.data, nullptr,
+    report.bytes(l.what, 4.0 * x.size(), ms);
+    ms = median_ms(11, [&] {
+      check(finish_vectors_backward({x.get(), d.get(), weighted ? weight.get() : nullptr, table.get(), y.get(), nullptr,
                                      nullptr, rows, l.vectors, l.width, l.norm, l.storage, 1e-6f},
                                     nullptr));
     });
-    report.bytes((std::string(l.what) + ", backward").c_str(), ms, (l.norm == VectorNorm::none ? 4.0 : 6.0) * x.count);
+    report.bytes(std::string(l.what) + ", backward", (l.norm == VectorNorm::none ? 4.0 : 6.0) * x.size(), ms);
     if (l.vectors == 64 && l.width == 512) {
-      ms = median_ms(11, [&](int) { check(rotate_tails(y.data, table.data, rows, 64, 512, true, nullptr)); });
-      report.bytes("attention outputs: tails rotated back, in place", ms, 2.0 * 128 * 64 * rows);
+      ms = median_ms(11, [&] { check(rotate_tails(y.get(), table.get(), rows, 64, 512, true, nullptr)); });
+      report.bytes("attention outputs: tails rotated back, in place", 2.0 * 128 * 64 * rows, ms);
     }
   }
-  return report.write();
+  report.write(argc, argv);
 }

@@ -3,13 +3,13 @@
 // ceiling measured in the same run. usage: sparse_attention_bench [RESULT.json]
 #include <random>
 
+#include "bench_support.cuh"
 #include "kernels/sparse_attention/sparse_attention.h"
-#include "tensor_peak.cuh"
 
 namespace {
 
 using namespace plumb::kernels;
-using namespace gpu_bench;
+using namespace plumb::bench;
 constexpr int kDim = kAttentionDim, kHeads = 64;
 constexpr float kScale = 0.044194174f;
 
@@ -50,36 +50,36 @@ Lists training_lists(int queries, int keys, bool full) {
   return lists;
 }
 
-void bench_training(Report& report, int keys, bool full, double peak) {
+void bench_training(Report& report, int keys, bool full) {
   const int queries = 16384, rows = queries + queries / 4;
   const Lists lists = training_lists(queries, keys, full);
-  Normal<Bf16> q(size_t{16384} * kHeads * kDim, 1), d_o(q.count, 3), o(q.count, 4), dq(q.count, 5),
-      kv(static_cast<size_t>(rows) * kDim, 2);
-  Buffer<int> begin(lists.begin), row(lists.row);
-  Buffer<float> sink(std::vector<float>(kHeads, 0.5f)), lse(static_cast<size_t>(queries) * kHeads), dkv(kv.count),
+  Array<uint16_t> q(size_t{16384} * kHeads * kDim, 1, 1), d_o(q.size(), 1, 3), o(q.size(), 1, 4), dq(q.size(), 1, 5),
+      kv(static_cast<size_t>(rows) * kDim, 1, 2);
+  Array<int> begin(lists.begin), row(lists.row);
+  Array<float> sink(std::vector<float>(kHeads, 0.5f)), lse(static_cast<size_t>(queries) * kHeads), dkv(kv.size()),
       d_sink(kHeads);
   const double pairs = static_cast<double>(lists.row.size()) * kHeads * kDim;
-  const SparseAttentionForward f{q.data, kv.data, {begin.data, row.data}, sink.data, o.data, lse.data, queries,
-                                 kHeads, kScale};
+  const SparseAttentionForward f{q.get(), kv.get(), {begin.get(), row.get()}, sink.get(), o.get(), lse.get(), queries,
+                                 kHeads,  kScale};
   char what[64];
-  double ms = median_ms(15, [&](int) { check(sparse_attention_forward(f, nullptr)); });
+  double ms = median_ms(15, [&] { check(sparse_attention_forward(f, nullptr)); });
   std::snprintf(what, sizeof what, "forward, %d keys, %s", keys, full ? "full lists" : "causal row");
-  report.flops(what, ms, pairs * 4, peak);
-  SparseAttentionBackward b{q.data,   kv.data, f.lists,     sink.data, o.data,  lse.data, d_o.data, dq.data,
-                            dkv.data, false,   d_sink.data, nullptr,   queries, kHeads,   rows,     kScale};
-  Buffer<uint8_t> workspace(sparse_attention_backward_workspace(b));
-  b.workspace = workspace.data;
-  ms = median_ms(9, [&](int) { check(sparse_attention_backward(b, nullptr)); });
+  report.product(what, pairs * 4, ms);
+  SparseAttentionBackward b{q.get(),   kv.get(), f.lists,      sink.get(), o.get(), lse.get(), d_o.get(), dq.get(),
+                            dkv.get(), false,    d_sink.get(), nullptr,    queries, kHeads,    rows,      kScale};
+  Array<uint8_t> workspace(sparse_attention_backward_workspace(b));
+  b.workspace = workspace.get();
+  ms = median_ms(9, [&] { check(sparse_attention_backward(b, nullptr)); });
   uint32_t repeated;
-  check(cudaMemcpy(&repeated, workspace.data, 4, cudaMemcpyDeviceToHost));
+  check(cudaMemcpy(&repeated, workspace.get(), 4, cudaMemcpyDeviceToHost));
   std::snprintf(what, sizeof what, "backward, %d keys, %s%s", keys, full ? "full lists" : "causal row",
                 repeated ? ", repeated" : "");
-  report.flops(what, ms, pairs * 10, peak);
+  report.product(what, pairs * 10, ms);
 }
 
 // Each query has its own sequence of 128 window rows and 2,048 entries; several layers' worth, so that L2 holds none of
 // it.
-void bench_decoding(Report& report, int batch, bool fp8, double peak) {
+void bench_decoding(Report& report, int batch, bool fp8) {
   const int keys = 640, rows = 2176, layers = std::max(2, 256 / batch);
   Lists lists;
   std::mt19937 random(11);
@@ -93,18 +93,19 @@ void bench_decoding(Report& report, int batch, bool fp8, double peak) {
     lists.end_query();
   }
   const size_t layer = static_cast<size_t>(batch) * rows * kDim;
-  Normal<Bf16> q(static_cast<size_t>(batch) * kHeads * kDim, 1), o(q.count, 2), kv(layer * layers, 3);
-  Buffer<int> begin(lists.begin), row(lists.row);
-  Buffer<float> sink(std::vector<float>(kHeads, 0.5f)), lse(static_cast<size_t>(batch) * kHeads);
+  Array<uint16_t> q(static_cast<size_t>(batch) * kHeads * kDim, 1, 1), o(q.size(), 1, 2), kv(layer * layers, 1, 3);
+  Array<int> begin(lists.begin), row(lists.row);
+  Array<float> sink(std::vector<float>(kHeads, 0.5f)), lse(static_cast<size_t>(batch) * kHeads);
   const size_t row_bytes = fp8 ? kFp8KeyBytes : kDim * 2, layer_bytes = static_cast<size_t>(batch) * rows * row_bytes;
-  Buffer<uint8_t> cache(fp8 ? layer_bytes * layers : 1);
-  if (fp8) check(store_fp8_keys(kv.data, nullptr, batch * rows * layers, cache.data, nullptr));
-  const uint8_t* first_layer = fp8 ? cache.data : reinterpret_cast<const uint8_t*>(kv.data);
-  SparseAttentionForward f{q.data, kv.data, {begin.data, row.data}, sink.data, o.data, lse.data, batch, kHeads, kScale};
+  Array<uint8_t> cache(fp8 ? layer_bytes * layers : 1);
+  if (fp8) check(store_fp8_keys(kv.get(), nullptr, batch * rows * layers, cache.get(), nullptr));
+  const uint8_t* first_layer = fp8 ? cache.get() : reinterpret_cast<const uint8_t*>(kv.get());
+  SparseAttentionForward f{q.get(), kv.get(), {begin.get(), row.get()}, sink.get(), o.get(), lse.get(), batch,
+                           kHeads,  kScale};
   f.kv_fp8 = fp8;
   constexpr int kLaunches = 50;  // an event pair around one would time the launch
   const double ms = median_ms(9,
-                              [&](int) {
+                              [&] {
                                 for (int i = 0; i < kLaunches; ++i) {
                                   f.kv = first_layer + layer_bytes * (i % layers);
                                   check(sparse_attention_forward(f, nullptr));
@@ -115,21 +116,19 @@ void bench_decoding(Report& report, int batch, bool fp8, double peak) {
                bytes = static_cast<double>(batch) * (keys * static_cast<double>(row_bytes) + 131072);
   char what[64];
   std::snprintf(what, sizeof what, "decoding, batch %d, %d keys%s", batch, keys, fp8 ? ", FP8 cache" : "");
-  if (flop / peak > bytes / report.copy())
-    report.flops(what, ms, flop, peak);
+  if (flop / report.peak() > bytes / report.copy())
+    report.product(what, flop, ms);
   else
-    report.bytes(what, ms, bytes);
+    report.bytes(what, bytes, ms);
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  Report report("sparse_attention", argc > 1 ? argv[1] : nullptr);
-  const double peak = peak_tflops(report.processors());
-  std::printf("bf16 tensor peak %.0f TFLOPS\n", peak);
+  Report report("sparse_attention");
   for (int keys : {640, 256, 128})
-    for (bool full : {true, false}) bench_training(report, keys, full, peak);
+    for (bool full : {true, false}) bench_training(report, keys, full);
   for (const bool fp8 : {false, true})
-    for (int batch : {1, 64, 256}) bench_decoding(report, batch, fp8, peak);
-  return report.write();
+    for (int batch : {1, 64, 256}) bench_decoding(report, batch, fp8);
+  report.write(argc, argv);
 }

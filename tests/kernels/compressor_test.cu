@@ -2,18 +2,16 @@
 // trees and caches have them: absent slots, rows that feed several entries, pending rows.
 #include "kernels/compressor/compressor.h"
 
-#include "gpu_data.cuh"
+#include "device_data.cuh"
 
+namespace plumb::kernels {
 namespace {
-
-using namespace plumb::kernels;
-using namespace gpu_test;
 
 struct Problem {
   int rows, entries, ratio, slots, width, pending;
   std::vector<int> source;
   std::vector<float> kv, gate, pending_kv, pending_gate, ape;
-  std::vector<Bf16> d_entries;
+  std::vector<uint16_t> d_entries;
   Problem(int ratio, int width, int rows, const std::vector<std::vector<int>>& sources, int pending = 0)
       : rows(rows),
         entries(static_cast<int>(sources.size())),
@@ -23,10 +21,10 @@ struct Problem {
         pending(pending) {
     for (const auto& list : sources) source.insert(source.end(), list.begin(), list.end());
     const size_t row_width = static_cast<size_t>(slots / ratio) * width;
-    kv = normal_floats(rows * row_width, 1), gate = normal_floats(rows * row_width, 2, 2);
-    pending_kv = normal_floats(pending * row_width, 3), pending_gate = normal_floats(pending * row_width, 4, 2);
-    ape = normal_floats(ratio * row_width, 5);
-    d_entries = normal_bf16(static_cast<size_t>(entries) * width, 6);
+    kv = random_floats(rows * row_width, 1, 1), gate = random_floats(rows * row_width, 2, 2);
+    pending_kv = random_floats(pending * row_width, 1, 3), pending_gate = random_floats(pending * row_width, 2, 4);
+    ape = random_floats(ratio * row_width, 1, 5);
+    d_entries = random_bf16(static_cast<size_t>(entries) * width, 1, 6);
   }
   int row_width() const { return slots / ratio * width; }
 };
@@ -97,7 +95,7 @@ struct Reference {
 struct Pool {
   Buffer<float> kv, gate, pending_kv, pending_gate, ape, total, value, d_kv, d_gate, d_ape;
   Buffer<int> source, use_begin, use;
-  Buffer<Bf16> entries, d_entries;
+  Buffer<uint16_t> entries, d_entries;
   CompressedPooling pooling;
   Buffer<uint8_t> workspace;
   explicit Pool(const Problem& p)
@@ -107,21 +105,21 @@ struct Pool {
         pending_gate(p.pending_gate),
         ape(p.ape),
         total(static_cast<size_t>(p.entries) * p.width),
-        value(total.count),
+        value(total.size()),
         d_kv(p.kv.size()),
         d_gate(p.kv.size()),
         d_ape(std::vector<float>(p.ape.size(), 0.f)),
         source(p.source),
         use_begin(transpose_sources(p.source, p.rows, p.ratio, p.slots).begin),
         use(transpose_sources(p.source, p.rows, p.ratio, p.slots).use),
-        entries(total.count),
+        entries(total.size()),
         d_entries(p.d_entries),
-        pooling{kv.data,
-                gate.data,
-                p.pending ? pending_kv.data : nullptr,
-                p.pending ? pending_gate.data : nullptr,
-                ape.data,
-                source.data,
+        pooling{kv.get(),
+                gate.get(),
+                p.pending ? pending_kv.get() : nullptr,
+                p.pending ? pending_gate.get() : nullptr,
+                ape.get(),
+                source.get(),
                 p.rows,
                 p.entries,
                 p.ratio,
@@ -131,16 +129,16 @@ struct Pool {
     run();
   }
   void run() {
-    check(pool_entries(pooling, entries.data, total.data, value.data, nullptr));
+    check(pool_entries(pooling, entries.get(), total.get(), value.get(), nullptr));
     check(pool_entries_backward({pooling,
-                                 total.data,
-                                 value.data,
-                                 d_entries.data,
-                                 {use_begin.data, use.data},
-                                 d_kv.data,
-                                 d_gate.data,
-                                 d_ape.data,
-                                 workspace.data},
+                                 total.get(),
+                                 value.get(),
+                                 d_entries.get(),
+                                 {use_begin.get(), use.get()},
+                                 d_kv.get(),
+                                 d_gate.get(),
+                                 d_ape.get(),
+                                 workspace.get()},
                                 nullptr));
     check(cudaDeviceSynchronize());
   }
@@ -199,18 +197,19 @@ TEST(Compressor, RepeatsBitwiseBesideOtherWork) {
   for (int i = 0; i < 100; ++i) {
     work.start(i);
     pool.entries.poison(), pool.d_kv.poison(), pool.d_gate.poison();
-    check(cudaMemset(pool.d_ape.data, 0, pool.d_ape.count * 4));
+    pool.d_ape.fill(0);
     pool.run();
     ASSERT_TRUE(same_bits(pool.entries.host(), entries) && same_bits(pool.d_kv.host(), d_kv)) << i;
     ASSERT_TRUE(same_bits(pool.d_gate.host(), d_gate) && same_bits(pool.d_ape.host(), d_ape)) << i;
   }
 }
 TEST(Compressor, KeepsPendingRowsSmall) {
-  const auto kv = normal_floats(6 * 1024, 1), gate = normal_floats(6 * 1024, 2);
+  const auto kv = random_floats(6 * 1024, 1, 1), gate = random_floats(6 * 1024, 1, 2);
   Buffer<float> kvs(kv), gates(gate), pending_kv(std::vector<float>(8 * 1024)),
       pending_gate(std::vector<float>(8 * 1024));
   Buffer<int> from(std::vector<int>{5, 2}), slot(std::vector<int>{0, 7});
-  check(keep_pending(kvs.data, gates.data, pending_kv.data, pending_gate.data, from.data, slot.data, 2, 1024, nullptr));
+  check(keep_pending(kvs.get(), gates.get(), pending_kv.get(), pending_gate.get(), from.get(), slot.get(), 2, 1024,
+                     nullptr));
   const auto k = pending_kv.host(), g = pending_gate.host();
   EXPECT_EQ(0, std::memcmp(&k[0], &kv[5 * 1024], 4096));
   EXPECT_EQ(0, std::memcmp(&g[7 * 1024], &gate[2 * 1024], 4096));
@@ -218,3 +217,4 @@ TEST(Compressor, KeepsPendingRowsSmall) {
 }
 
 }  // namespace
+}  // namespace plumb::kernels

@@ -1,14 +1,15 @@
 // Hyper-connections against plain FP64 code on the CPU; gradients against finite differences of that code, along random
 // directions; and the bits: a row alone and in company, repeats.
+#include <cuda_fp8.h>
+
 #include <functional>
 
-#include "gpu_data.cuh"
+#include "device_data.cuh"
 #include "kernels/hyper_connections/hyper_connections.h"
 
+namespace plumb::kernels {
 namespace {
 
-using namespace plumb::kernels;
-using namespace gpu_test;
 using Vector = std::vector<double>;
 
 constexpr double kEps = 1e-6;
@@ -19,11 +20,11 @@ struct Weights {
   int width, outputs;
   std::vector<float> fn, base, scale, norm;
   Weights(int width, int outputs) : width(width), outputs(outputs) {
-    fn = normal_floats(static_cast<size_t>(outputs) * 4 * width, 11, 1.f / std::sqrt(4.f * width));
-    base = normal_floats(outputs, 12, 0.5f);
-    scale = normal_floats(outputs == 24 ? 3 : 1, 13, 0.3f);
+    fn = random_floats(static_cast<size_t>(outputs) * 4 * width, 1.f / std::sqrt(4.f * width), 11);
+    base = random_floats(outputs, 0.5f, 12);
+    scale = random_floats(outputs == 24 ? 3 : 1, 0.3f, 13);
     for (float& s : scale) s += 1.2f;
-    norm = normal_floats(width, 14, 0.2f);
+    norm = random_floats(width, 0.2f, 14);
     for (float& x : norm) x += 1;
   }
 };
@@ -105,11 +106,11 @@ Vector doubles(const std::vector<float>& v) { return {v.begin(), v.end()}; }
 struct Boundary {
   int rows, width, outputs;
   bool post;
-  Buffer<Bf16> streams, out, next, y, x;
+  Buffer<uint16_t> streams, out, next, y, x;
   Buffer<float> finished, fn, base, scale, norm, coefficients, mix, rho, x_scales;
   Buffer<uint8_t> x_values, workspace;
   HyperBoundary arguments;
-  Boundary(const Weights& w, const std::vector<Bf16>& streams_in, const std::vector<Bf16>& out_in,
+  Boundary(const Weights& w, const std::vector<uint16_t>& streams_in, const std::vector<uint16_t>& out_in,
            const std::vector<float>& finished_in, bool post)
       : rows(static_cast<int>(streams_in.size() / (4 * w.width))),
         width(w.width),
@@ -126,53 +127,53 @@ struct Boundary {
         scale(w.scale),
         norm(w.norm),
         coefficients(static_cast<size_t>(rows) * 24),
-        mix(coefficients.count),
+        mix(coefficients.size()),
         rho(rows),
         x_scales(static_cast<size_t>(rows) * ((width / 128 + 3) / 4 * 4)),
-        x_values(x.count),
+        x_values(x.size()),
         workspace(hyper_boundary_workspace(rows, width)) {
-    arguments = {streams.data,
-                 post ? out.data : nullptr,
-                 post ? finished.data : nullptr,
-                 post ? next.data : nullptr,
+    arguments = {streams.get(),
+                 post ? out.get() : nullptr,
+                 post ? finished.get() : nullptr,
+                 post ? next.get() : nullptr,
                  mapping(),
-                 coefficients.data,
-                 mix.data,
-                 rho.data,
-                 norm.data,
+                 coefficients.get(),
+                 mix.get(),
+                 rho.get(),
+                 norm.get(),
                  kEps,
-                 y.data,
-                 x.data,
-                 x_values.data,
-                 x_scales.data,
-                 workspace.data,
+                 y.get(),
+                 x.get(),
+                 x_values.get(),
+                 x_scales.get(),
+                 workspace.get(),
                  rows,
                  width};
     run();
   }
-  HyperMapping mapping() const { return {fn.data, base.data, scale.data, outputs, kIterations, kEps, kEps}; }
+  HyperMapping mapping() const { return {fn.get(), base.get(), scale.get(), outputs, kIterations, kEps, kEps}; }
   void run() {
     check(hyper_boundary(arguments, nullptr));
     check(cudaDeviceSynchronize());
   }
-  std::vector<Bf16> mapped() const { return post ? next.host() : streams.host(); }
+  std::vector<uint16_t> mapped() const { return post ? next.host() : streams.host(); }
 };
 
 struct Inputs {
   Weights w;
-  std::vector<Bf16> streams, out;
+  std::vector<uint16_t> streams, out;
   std::vector<float> finished;
   Inputs(int rows, int width, int outputs) : w(width, outputs) {
-    streams = normal_bf16(static_cast<size_t>(rows) * 4 * width, 1);
-    out = normal_bf16(static_cast<size_t>(rows) * width, 2);
-    finished = normal_floats(static_cast<size_t>(rows) * 24, 3, 0.2f);
+    streams = random_bf16(static_cast<size_t>(rows) * 4 * width, 1, 1);
+    out = random_bf16(static_cast<size_t>(rows) * width, 1, 2);
+    finished = random_floats(static_cast<size_t>(rows) * 24, 0.2f, 3);
     for (float& x : finished) x += 0.4f;
   }
 };
 
 // One bf16 rounding of the right value, or of a value that FP32 sums moved over a boundary: two halves of the last
 // place.
-void expect_rounded(const std::vector<Bf16>& got, int row, const Vector& want, const char* what) {
+void expect_rounded(const std::vector<uint16_t>& got, int row, const Vector& want, const char* what) {
   for (size_t i = 0; i < want.size(); ++i) {
     const double error = std::abs(value(got[row * want.size() + i]) - want[i]);
     ASSERT_LE(error, std::abs(want[i]) * 0x1p-8 + 1e-5) << what << " of row " << row << ", channel " << i;
@@ -247,40 +248,41 @@ TEST(HyperConnections, ARowsBitsDependOnThatRowAlone) {
 
 // ---- backward ----
 struct Gradients {
-  Buffer<Bf16> d_next, d_x, d_out, d_streams;
+  Buffer<uint16_t> d_next, d_x, d_out, d_streams;
   Buffer<float> d_coefficients, d_fn, d_base, d_scale;
   Buffer<uint8_t> workspace;
   HyperPostBackward post;
   HyperPreBackward pre;
   // Of a sublayer whose streams, mapping and coefficients are those of `b`, and whose output was b.out.
-  Gradients(const Boundary& b, const std::vector<Bf16>& d_next_in, const std::vector<Bf16>& d_x_in)
+  Gradients(const Boundary& b, const std::vector<uint16_t>& d_next_in, const std::vector<uint16_t>& d_x_in)
       : d_next(d_next_in),
         d_x(d_x_in),
         d_out(d_x_in.size()),
         d_streams(d_next_in.size()),
-        d_coefficients(b.coefficients.count),
-        d_fn(std::vector<float>(b.fn.count)),
-        d_base(std::vector<float>(b.base.count)),
-        d_scale(std::vector<float>(b.scale.count)),
+        d_coefficients(b.coefficients.size()),
+        d_fn(std::vector<float>(b.fn.size())),
+        d_base(std::vector<float>(b.base.size())),
+        d_scale(std::vector<float>(b.scale.size())),
         workspace(hyper_pre_backward_workspace(b.rows, b.width, true)) {
     const bool head = b.outputs == 4;
-    const Bf16* streams = b.post ? b.next.data : b.streams.data;
-    post = {d_next.data, streams, b.out.data, b.coefficients.data, d_out.data, d_coefficients.data, b.rows, b.width};
-    pre = {head ? nullptr : d_next.data,
+    const uint16_t* streams = b.post ? b.next.get() : b.streams.get();
+    post = {d_next.get(),         streams, b.out.get(), b.coefficients.get(), d_out.get(),
+            d_coefficients.get(), b.rows,  b.width};
+    pre = {head ? nullptr : d_next.get(),
            streams,
-           d_x.data,
-           b.coefficients.data,
-           b.mix.data,
-           b.rho.data,
+           d_x.get(),
+           b.coefficients.get(),
+           b.mix.get(),
+           b.rho.get(),
            b.mapping(),
-           b.norm.data,
+           b.norm.get(),
            kEps,
-           d_coefficients.data,
-           d_streams.data,
-           d_fn.data,
-           d_base.data,
-           d_scale.data,
-           workspace.data,
+           d_coefficients.get(),
+           d_streams.get(),
+           d_fn.get(),
+           d_base.get(),
+           d_scale.get(),
+           workspace.get(),
            b.rows,
            b.width};
     if (!head) check(hyper_post_backward(post, nullptr));
@@ -332,8 +334,8 @@ Vector moved(Vector a, const Vector& step) {
 void compare_backward(int rows, int width, int outputs) {
   const Inputs in(rows, width, outputs);
   const Boundary b(in.w, in.streams, in.out, in.finished, false);
-  const auto d_next = normal_bf16(static_cast<size_t>(rows) * 4 * width, 5),
-             d_x = normal_bf16(static_cast<size_t>(rows) * width, 6);
+  const auto d_next = random_bf16(static_cast<size_t>(rows) * 4 * width, 1, 5),
+             d_x = random_bf16(static_cast<size_t>(rows) * width, 1, 6);
   const Gradients g(b, d_next, d_x);
   const auto d_streams = g.d_streams.host(), d_out = g.d_out.host();
   const Vector fn = doubles(in.w.fn), base = doubles(in.w.base), scale = doubles(in.w.scale);
@@ -385,8 +387,8 @@ TEST(HyperConnections, Backward) {
 TEST(HyperConnections, WeightGradientsAddUp) {
   const int rows = 1000, width = 1024;
   const Inputs in(rows, width, 24);
-  const auto d_next = normal_bf16(static_cast<size_t>(rows) * 4 * width, 5),
-             d_x = normal_bf16(static_cast<size_t>(rows) * width, 6);
+  const auto d_next = random_bf16(static_cast<size_t>(rows) * 4 * width, 1, 5),
+             d_x = random_bf16(static_cast<size_t>(rows) * width, 1, 6);
   const auto gradient = [&](int first, int count) {
     const auto slice = [&](const auto& v, size_t row_size) {
       return std::decay_t<decltype(v)>(v.begin() + first * row_size, v.begin() + (first + count) * row_size);
@@ -406,7 +408,7 @@ TEST(HyperConnections, RepeatsBitwiseBesideOtherWork) {
   const int rows = 1500, width = 4096;
   const Inputs in(rows, width, 24);
   Boundary b(in.w, in.streams, in.out, in.finished, true);
-  const auto d_next = normal_bf16(in.streams.size(), 5), d_x = normal_bf16(in.out.size(), 6);
+  const auto d_next = random_bf16(in.streams.size(), 1, 5), d_x = random_bf16(in.out.size(), 1, 6);
   Gradients g(b, d_next, d_x);
   const auto next = b.next.host(), x = b.x.host(), d_streams = g.d_streams.host(), d_out = g.d_out.host();
   const auto coefficients = b.coefficients.host(), d_fn = g.d_fn.host(), d_base = g.d_base.host();
@@ -414,7 +416,7 @@ TEST(HyperConnections, RepeatsBitwiseBesideOtherWork) {
   for (int i = 0; i < 100; ++i) {
     work.start(i);
     b.next.poison(), b.x.poison(), b.coefficients.poison(), g.d_streams.poison(), g.d_out.poison();
-    check(cudaMemset(g.d_fn.data, 0, g.d_fn.count * 4)), check(cudaMemset(g.d_base.data, 0, g.d_base.count * 4));
+    g.d_fn.fill(0), g.d_base.fill(0);
     check(hyper_boundary(b.arguments, nullptr));
     check(hyper_post_backward(g.post, nullptr));
     check(hyper_pre_backward(g.pre, nullptr));
@@ -427,3 +429,4 @@ TEST(HyperConnections, RepeatsBitwiseBesideOtherWork) {
 }
 
 }  // namespace
+}  // namespace plumb::kernels

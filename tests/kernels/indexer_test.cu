@@ -4,12 +4,10 @@
 
 #include <numeric>
 
-#include "gpu_data.cuh"
+#include "device_data.cuh"
 
+namespace plumb::kernels {
 namespace {
-
-using namespace plumb::kernels;
-using namespace gpu_test;
 
 struct Visible {
   std::vector<int> begin{0};
@@ -39,21 +37,21 @@ Visible causal(const std::vector<int>& lengths, int ratio = 4) {
 struct Problem {
   Visible visible;
   int entries, topk;
-  std::vector<Bf16> q, keys;
+  std::vector<uint16_t> q, keys;
   std::vector<float> w;
   Problem(const Visible& visible, int entries, int topk, bool coarse = false)
       : visible(visible), entries(entries), topk(topk) {
-    q = normal_bf16(static_cast<size_t>(visible.rows()) * kIndexHeads * kIndexDim, 1);
-    keys = normal_bf16(static_cast<size_t>(entries) * kIndexDim, 2);
-    w = normal_floats(static_cast<size_t>(visible.rows()) * kIndexHeads, 3, 0.01f);
+    q = random_bf16(static_cast<size_t>(visible.rows()) * kIndexHeads * kIndexDim, 1, 1);
+    keys = random_bf16(static_cast<size_t>(entries) * kIndexDim, 1, 2);
+    w = random_floats(static_cast<size_t>(visible.rows()) * kIndexHeads, 0.01f, 3);
     if (!coarse) return;  // few different scores: ties everywhere
-    for (size_t i = 0; i < keys.size(); ++i) keys[i] = __float2bfloat16(static_cast<float>(i / kIndexDim % 5 == i % 5));
+    for (size_t i = 0; i < keys.size(); ++i) keys[i] = float_to_bf16(static_cast<float>(i / kIndexDim % 5 == i % 5));
   }
 };
 
 struct Selection {
   std::vector<int> begin{0};  // of each row in `out`
-  Buffer<Bf16> q, keys;
+  Buffer<uint16_t> q, keys;
   Buffer<float> w;
   IndexGroups groups;
   Buffer<int> tile_begin, tile_first, visible_count, out_begin, out;
@@ -72,10 +70,10 @@ struct Selection {
         out(begin.back()),
         visible(groups.visible),
         workspace(index_workspace(groups, workspace_limit)) {
-    arguments = {q.data,    w.data,         keys.data,
-                 p.entries, &groups,        {tile_begin.data, tile_first.data, visible.data, visible_count.data},
-                 p.topk,    out_begin.data, out.data,
-                 0,         workspace.data, workspace.count};
+    arguments = {q.get(),   w.get(),         keys.get(),
+                 p.entries, &groups,         {tile_begin.get(), tile_first.get(), visible.get(), visible_count.get()},
+                 p.topk,    out_begin.get(), out.get(),
+                 0,         workspace.get(), workspace.size()};
     run();
   }
   std::vector<int> begins(const Problem& p) {
@@ -100,7 +98,7 @@ struct Scores {
     Buffer<float> scores(static_cast<size_t>(count) * group_rows * columns);
     IndexSelection a = s.arguments;
     a.topk = 1;  // of all rows that see more than one entry
-    check(index_scores(a, 0, count, columns, scores.data, nullptr));
+    check(index_scores(a, 0, count, columns, scores.get(), nullptr));
     all = scores.host();
   }
   std::vector<float> of(int row) const {
@@ -187,7 +185,7 @@ TEST(Indexer, LongRows) {
 }
 TEST(Indexer, NanRanksLastSmall) {
   Problem p(causal({400}), 100, 20);
-  for (int c = 0; c < kIndexDim; ++c) p.keys[7 * kIndexDim + c] = __float2bfloat16(NAN);
+  for (int c = 0; c < kIndexDim; ++c) p.keys[7 * kIndexDim + c] = float_to_bf16(NAN);
   const Selection s(p);
   const auto out = s.out.host();
   for (int r = 0; r < 400; ++r)
@@ -224,3 +222,4 @@ TEST(Indexer, RepeatsBitwiseBesideOtherWork) {
 }
 
 }  // namespace
+}  // namespace plumb::kernels

@@ -1,15 +1,16 @@
 // Norms, rotation and storage forms against FP64 code on the CPU; their backward passes against finite differences.
 #include "kernels/norm/norm.h"
 
+#include <cuda_fp8.h>
+
 #include <functional>
 
-#include "gpu_data.cuh"
+#include "device_data.cuh"
 #include "kernels/rotary/rotary.h"
 
+namespace plumb::kernels {
 namespace {
 
-using namespace plumb::kernels;
-using namespace gpu_test;
 using Vector = std::vector<double>;
 constexpr double kEps = 1e-6;
 
@@ -28,7 +29,7 @@ Vector row_of(const std::vector<T>& all, size_t row, size_t size) {
   return v;
 }
 std::vector<float> weights(int width) {
-  std::vector<float> w = normal_floats(width, 4, 0.3f);
+  std::vector<float> w = random_floats(width, 0.3f, 4);
   for (float& x : w) x += 1;
   return w;
 }
@@ -57,14 +58,14 @@ Vector moved(Vector a, const Vector& step) {
 
 // ---- rows ----
 void compare_norm(int rows, int width) {
-  const auto x = normal_bf16(static_cast<size_t>(rows) * width, 1, 3);
+  const auto x = random_bf16(static_cast<size_t>(rows) * width, 3, 1);
   const auto w = weights(width);
   const int stride = (width / 128 + 3) / 4 * 4;
-  Buffer<Bf16> xs(x), y(x.size()), plain(x.size());
+  Buffer<uint16_t> xs(x), y(x.size()), plain(x.size());
   Buffer<float> weight(w), scales(static_cast<size_t>(rows) * stride);
   Buffer<uint8_t> values(x.size());
-  check(rms_norm({xs.data, weight.data, y.data, values.data, scales.data, rows, width, kEps}, nullptr));
-  check(rms_norm({xs.data, weight.data, plain.data, nullptr, nullptr, rows, width, kEps}, nullptr));
+  check(rms_norm({xs.get(), weight.get(), y.get(), values.get(), scales.get(), rows, width, kEps}, nullptr));
+  check(rms_norm({xs.get(), weight.get(), plain.get(), nullptr, nullptr, rows, width, kEps}, nullptr));
   const auto got = y.host();
   EXPECT_TRUE(same_bits(got, plain.host()));
   const auto codes = values.host();
@@ -93,15 +94,15 @@ TEST(Norm, Forward) {
 }
 TEST(Norm, BackwardSmall) {
   for (const auto& [rows, width] : {std::pair{1, 256}, {70, 1024}, {40, 4096}, {33, 7168}}) {
-    const auto x = normal_bf16(static_cast<size_t>(rows) * width, 1), d = normal_bf16(x.size(), 2);
+    const auto x = random_bf16(static_cast<size_t>(rows) * width, 1, 1), d = random_bf16(x.size(), 1, 2);
     const auto w = weights(width);
-    Buffer<Bf16> xs(x), ds(d), dx(x.size()), frozen(x.size());
+    Buffer<uint16_t> xs(x), ds(d), dx(x.size()), frozen(x.size());
     Buffer<float> weight(w), dw(std::vector<float>(width, 0.5f));
     Buffer<uint8_t> workspace(rms_norm_backward_workspace(rows, width));
-    check(rms_norm_backward({xs.data, ds.data, weight.data, dx.data, dw.data, workspace.data, rows, width, kEps},
+    check(rms_norm_backward({xs.get(), ds.get(), weight.get(), dx.get(), dw.get(), workspace.get(), rows, width, kEps},
                             nullptr));
-    check(
-        rms_norm_backward({xs.data, ds.data, weight.data, frozen.data, nullptr, nullptr, rows, width, kEps}, nullptr));
+    check(rms_norm_backward({xs.get(), ds.get(), weight.get(), frozen.get(), nullptr, nullptr, rows, width, kEps},
+                            nullptr));
     const auto got = dx.host();
     EXPECT_TRUE(same_bits(got, frozen.host()));
     for (int r = 0; r < rows; r += 11)
@@ -171,7 +172,7 @@ const Kind kKinds[] = {
     {128, VectorNorm::weighted, VectorStorage::fp4}};
 
 void round_all(Vector& v) {
-  for (double& x : v) x = gpu_test::round_bf16(x);
+  for (double& x : v) x = plumb::round_bf16(static_cast<float>(x));
 }
 // The forward pass; exact = false leaves the roundings out.
 Vector finished(Vector v, const Kind& kind, const Vector& weight, int position, bool exact) {
@@ -192,12 +193,12 @@ Vector finished(Vector v, const Kind& kind, const Vector& weight, int position, 
 }
 
 struct Finish {
-  Buffer<Bf16> x, y;
+  Buffer<uint16_t> x, y;
   Buffer<int> position;
   Buffer<float> frequency, weight;
   Buffer<float2> table;
   FinishVectors arguments;
-  Finish(const std::vector<Bf16>& values, const std::vector<int>& positions, int vectors, const Kind& kind)
+  Finish(const std::vector<uint16_t>& values, const std::vector<int>& positions, int vectors, const Kind& kind)
       : x(values),
         y(values.size()),
         position(positions),
@@ -205,12 +206,12 @@ struct Finish {
         weight(weights(kind.width)),
         table(positions.size() * 32) {
     const int rows = static_cast<int>(positions.size());
-    check(rotary_table(position.data, frequency.data, rows, table.data, nullptr));
-    arguments = {x.data,     kind.norm == VectorNorm::weighted ? weight.data : nullptr,
-                 table.data, nullptr,
-                 y.data,     rows,
-                 vectors,    kind.width,
-                 kind.norm,  kind.storage,
+    check(rotary_table(position.get(), frequency.get(), rows, table.get(), nullptr));
+    arguments = {x.get(),     kind.norm == VectorNorm::weighted ? weight.get() : nullptr,
+                 table.get(), nullptr,
+                 y.get(),     rows,
+                 vectors,     kind.width,
+                 kind.norm,   kind.storage,
                  kEps};
     check(finish_vectors(arguments, nullptr));
   }
@@ -224,7 +225,7 @@ std::vector<int> some_positions(int rows) {
 // Values that lie on a rounding boundary may go either way when FP32 moves them by its last bits; after FP4 or FP8 that
 // is a whole step of the format. So: the errors' size, and how many are larger than a bf16 rounding.
 void compare_finish(int rows, int vectors, const Kind& kind) {
-  const auto x = normal_bf16(static_cast<size_t>(rows) * vectors * kind.width, 1, 2);
+  const auto x = random_bf16(static_cast<size_t>(rows) * vectors * kind.width, 2, 1);
   const auto position = some_positions(rows);
   const Finish f(x, position, vectors, kind);
   const auto y = f.y.host();
@@ -253,16 +254,16 @@ TEST(Vectors, Forward) {
 TEST(Vectors, SlotsAndBits) {
   for (const Kind& kind : kKinds) {
     const int rows = 77;
-    const auto x = normal_bf16(static_cast<size_t>(rows) * kind.width, 1, 2);
+    const auto x = random_bf16(static_cast<size_t>(rows) * kind.width, 2, 1);
     const auto position = some_positions(rows);
     const Finish all(x, position, 1, kind);
     const auto y = all.y.host();
     std::vector<int> slot(rows);
     for (int r = 0; r < rows; ++r) slot[r] = (r * 30 + 5) % 77;
     Buffer<int> slots(slot);
-    Buffer<Bf16> placed(y.size());
+    Buffer<uint16_t> placed(y.size());
     FinishVectors a = all.arguments;
-    a.slot = slots.data, a.y = placed.data;
+    a.slot = slots.get(), a.y = placed.get();
     check(finish_vectors(a, nullptr));
     const auto moved_rows = placed.host();
     for (int r = 0; r < rows; ++r)
@@ -276,17 +277,18 @@ TEST(Vectors, BackwardSmall) {
   for (const Kind& kind : kKinds)
     for (const int rows : {1, 90}) {
       const int vectors = 3;
-      const auto x = normal_bf16(static_cast<size_t>(rows) * vectors * kind.width, 1), d = normal_bf16(x.size(), 2);
+      const auto x = random_bf16(static_cast<size_t>(rows) * vectors * kind.width, 1, 1),
+                 d = random_bf16(x.size(), 1, 2);
       const auto position = some_positions(rows);
       const auto w = weights(kind.width);
       const Finish f(x, position, vectors, kind);
-      Buffer<Bf16> ds(d), dx(x.size());
+      Buffer<uint16_t> ds(d), dx(x.size());
       const bool weighted = kind.norm == VectorNorm::weighted;
       Buffer<float> dw(std::vector<float>(kind.width, 0.f));
       Buffer<uint8_t> workspace(finish_vectors_backward_workspace(rows, vectors, kind.width));
       check(finish_vectors_backward(
-          {f.x.data, ds.data, f.arguments.weight, f.table.data, dx.data, weighted ? dw.data : nullptr, workspace.data,
-           rows, vectors, kind.width, kind.norm, kind.storage, kEps},
+          {f.x.get(), ds.get(), f.arguments.weight, f.table.get(), dx.get(), weighted ? dw.get() : nullptr,
+           workspace.get(), rows, vectors, kind.width, kind.norm, kind.storage, kEps},
           nullptr));
       const auto got = dx.host();
       const auto loss = [&](int v, const Vector& step, const Vector& weight_step) {
@@ -311,10 +313,10 @@ TEST(Vectors, BackwardSmall) {
 }
 TEST(Vectors, TailsTurnBackSmall) {
   const int rows = 40, vectors = 5;
-  const auto x = normal_bf16(static_cast<size_t>(rows) * vectors * 512, 1);
+  const auto x = random_bf16(static_cast<size_t>(rows) * vectors * 512, 1, 1);
   const Finish f(x, some_positions(rows), vectors, kKinds[0]);
-  Buffer<Bf16> turned(x);
-  check(rotate_tails(turned.data, f.table.data, rows, vectors, 512, true, nullptr));
+  Buffer<uint16_t> turned(x);
+  check(rotate_tails(turned.get(), f.table.get(), rows, vectors, 512, true, nullptr));
   const auto y = turned.host();
   for (int v = 0; v < rows * vectors; ++v) {
     Vector want = row_of(x, v, 512);
@@ -325,22 +327,22 @@ TEST(Vectors, TailsTurnBackSmall) {
 }
 TEST(Vectors, RepeatsBitwiseBesideOtherWork) {
   const int rows = 500;
-  const auto x = normal_bf16(static_cast<size_t>(rows) * 512, 1), d = normal_bf16(x.size(), 2);
+  const auto x = random_bf16(static_cast<size_t>(rows) * 512, 1, 1), d = random_bf16(x.size(), 1, 2);
   const Finish f(x, some_positions(rows), 1, kKinds[2]);
-  Buffer<Bf16> ds(d), dx(x.size()), y(x.size());
+  Buffer<uint16_t> ds(d), dx(x.size()), y(x.size());
   Buffer<float> dw(512);
   Buffer<uint8_t> workspace(finish_vectors_backward_workspace(rows, 1, 512));
   OtherWork work;
-  std::vector<Bf16> first_y, first_dx;
+  std::vector<uint16_t> first_y, first_dx;
   std::vector<float> first_dw;
   for (int i = 0; i < 100; ++i) {
     work.start(i);
-    check(cudaMemset(dw.data, 0, 512 * 4));
+    dw.fill(0);
     FinishVectors a = f.arguments;
-    a.y = y.data;
+    a.y = y.get();
     check(finish_vectors(a, nullptr));
-    check(finish_vectors_backward({f.x.data, ds.data, f.arguments.weight, f.table.data, dx.data, dw.data,
-                                   workspace.data, rows, 1, 512, VectorNorm::weighted, VectorStorage::fp8, kEps},
+    check(finish_vectors_backward({f.x.get(), ds.get(), f.arguments.weight, f.table.get(), dx.get(), dw.get(),
+                                   workspace.get(), rows, 1, 512, VectorNorm::weighted, VectorStorage::fp8, kEps},
                                   nullptr));
     if (i == 0) first_y = y.host(), first_dx = dx.host(), first_dw = dw.host();
     ASSERT_TRUE(same_bits(y.host(), first_y) && same_bits(dx.host(), first_dx) && same_bits(dw.host(), first_dw)) << i;
@@ -348,3 +350,4 @@ TEST(Vectors, RepeatsBitwiseBesideOtherWork) {
 }
 
 }  // namespace
+}  // namespace plumb::kernels

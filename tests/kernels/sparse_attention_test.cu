@@ -1,53 +1,16 @@
 // Sparse attention forward and backward against a plain FP64 version on the GPU, over lists that a careless kernel gets
 // wrong; and the bits: a query alone, moved, repeated.
-#include <cuda_bf16.h>
 #include <cuda_fp8.h>
-#include <cuda_runtime.h>
-#include <gtest/gtest.h>
 
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <random>
-#include <vector>
-
+#include "device_data.cuh"
 #include "kernels/rotary/rotary.h"
 #include "kernels/sparse_attention/sparse_attention.h"
 
+namespace plumb::kernels {
 namespace {
 
-using namespace plumb::kernels;
 constexpr int kDim = kAttentionDim;
 constexpr double kScale = 0.044194173824159216;  // 512^-1/2
-using Bf16 = __nv_bfloat16;
-
-void check(cudaError_t error) { ASSERT_EQ(error, cudaSuccess) << cudaGetErrorString(error); }
-
-template <class T>
-struct Buffer {
-  T* data = nullptr;
-  size_t count;
-  explicit Buffer(size_t n) : count(n) {
-    check(cudaMalloc(&data, std::max<size_t>(n, 1) * sizeof(T)));
-    check(cudaMemset(data, 0xff, n * sizeof(T)));  // poison: NaN
-  }
-  explicit Buffer(const std::vector<T>& host) : Buffer(host.size()) { upload(host); }
-  Buffer(const Buffer&) = delete;
-  ~Buffer() { cudaFree(data); }
-  void upload(const std::vector<T>& host) {
-    check(cudaMemcpy(data, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
-  }
-  void poison() { check(cudaMemset(data, 0xff, count * sizeof(T))); }
-  std::vector<T> host() const {
-    std::vector<T> copy(count);
-    check(cudaMemcpy(copy.data(), data, count * sizeof(T), cudaMemcpyDeviceToHost));
-    return copy;
-  }
-};
-template <class T>
-bool same_bits(const std::vector<T>& a, const std::vector<T>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(T)) == 0;
-}
 
 // ---- lists ----
 using Lists = std::vector<std::vector<int>>;
@@ -99,20 +62,20 @@ Lists long_lists(int rows) {
 }
 
 // ---- inputs ----
-std::vector<Bf16> normal(size_t count, int seed, float deviation = 1) {
+std::vector<uint16_t> normal(size_t count, int seed, float deviation = 1) {
   std::mt19937 random(seed);
   std::normal_distribution<float> draw(0, deviation);
   std::vector<float> pool(65537);  // co-prime to all sizes: rows differ
   for (float& x : pool) x = draw(random);
-  std::vector<Bf16> values(count);
-  for (size_t i = 0; i < count; ++i) values[i] = __float2bfloat16(pool[(i + i / 65537 * 977) % 65537]);
+  std::vector<uint16_t> values(count);
+  for (size_t i = 0; i < count; ++i) values[i] = float_to_bf16(pool[(i + i / 65537 * 977) % 65537]);
   return values;
 }
 
 struct Problem {
   int queries, heads, rows;
   std::vector<int> begin{0}, row;
-  std::vector<Bf16> q, kv, d_o;
+  std::vector<uint16_t> q, kv, d_o;
   std::vector<float> sink;
   Problem(const Lists& lists, int heads, int rows, float q_deviation = 1, float sink_size = 3)
       : queries(static_cast<int>(lists.size())), heads(heads), rows(rows) {
@@ -129,14 +92,14 @@ struct Problem {
 };
 
 struct Forward {
-  Buffer<Bf16> q, kv, o;
+  Buffer<uint16_t> q, kv, o;
   Buffer<int> begin, row;
   Buffer<float> sink, lse;
   SparseAttentionForward arguments;
   explicit Forward(const Problem& p)
       : q(p.q), kv(p.kv), o(p.q.size()), begin(p.begin), row(p.row), sink(p.sink), lse(p.head_count()) {
-    arguments = {q.data,    kv.data, {begin.data, row.data},    sink.data, o.data, lse.data,
-                 p.queries, p.heads, static_cast<float>(kScale)};
+    arguments = {q.get(),   kv.get(), {begin.get(), row.get()},  sink.get(), o.get(), lse.get(),
+                 p.queries, p.heads,  static_cast<float>(kScale)};
     run();
   }
   void run() {
@@ -146,7 +109,7 @@ struct Forward {
 };
 
 struct Backward {
-  Buffer<Bf16> d_o, dq, dkv16;
+  Buffer<uint16_t> d_o, dq, dkv16;
   Buffer<float> dkv, d_sink;
   SparseAttentionBackward arguments;
   Buffer<uint8_t> workspace;
@@ -156,24 +119,24 @@ struct Backward {
         dkv16(p.kv.size()),
         dkv(p.kv.size()),
         d_sink(p.heads),
-        arguments{f.q.data,
-                  f.kv.data,
+        arguments{f.q.get(),
+                  f.kv.get(),
                   f.arguments.lists,
-                  f.sink.data,
-                  f.o.data,
-                  f.lse.data,
-                  d_o.data,
-                  dq.data,
-                  dkv.data,
+                  f.sink.get(),
+                  f.o.get(),
+                  f.lse.get(),
+                  d_o.get(),
+                  dq.get(),
+                  dkv.get(),
                   false,
-                  d_sink.data,
+                  d_sink.get(),
                   nullptr,
                   p.queries,
                   p.heads,
                   p.rows,
                   static_cast<float>(kScale)},
         workspace(sparse_attention_backward_workspace(arguments)) {
-    arguments.workspace = workspace.data;
+    arguments.workspace = workspace.get();
     run();
   }
   void run() {
@@ -182,19 +145,19 @@ struct Backward {
   }
   bool repeated() const {
     uint32_t word;
-    check(cudaMemcpy(&word, workspace.data, 4, cudaMemcpyDeviceToHost));
+    check(cudaMemcpy(&word, workspace.get(), 4, cudaMemcpyDeviceToHost));
     return word == 1;
   }
 };
 
 // ---- FP64, the formulas of sparse_attention.h and their derivatives as written ----
-__device__ double dot(const Bf16* a, const Bf16* b) {
+__device__ double dot(const uint16_t* a, const uint16_t* b) {
   double total = 0;
-  for (int c = 0; c < kDim; ++c) total += static_cast<double>(__bfloat162float(a[c])) * __bfloat162float(b[c]);
+  for (int c = 0; c < kDim; ++c) total += to_double(a[c]) * to_double(b[c]);
   return total;
 }
 struct ReferenceArguments {
-  const Bf16 *q, *kv, *d_o;
+  const uint16_t *q, *kv, *d_o;
   const int *begin, *row;
   const float* sink;
   int heads;
@@ -205,7 +168,7 @@ struct ReferenceArguments {
 __global__ void reference_rows(ReferenceArguments a) {
   const int t = blockIdx.x, h = threadIdx.x;
   const size_t head = static_cast<size_t>(t) * a.heads + h;
-  const Bf16 *q = a.q + head * kDim, *d_o = a.d_o + head * kDim;
+  const uint16_t *q = a.q + head * kDim, *d_o = a.d_o + head * kDim;
   double top = a.sink[h];
   for (int k = a.begin[t]; k < a.begin[t + 1]; ++k) {
     if (a.row[k] < 0) continue;
@@ -241,13 +204,13 @@ __global__ void reference_columns(ReferenceArguments a) {
     double o = 0, dq = 0;
     for (int k = a.begin[t]; k < a.begin[t + 1]; ++k) {
       if (a.row[k] < 0) continue;
-      const double value = __bfloat162float(a.kv[static_cast<size_t>(a.row[k]) * kDim + c]);
+      const double value = to_double(a.kv[static_cast<size_t>(a.row[k]) * kDim + c]);
       const double weight = a.weight[static_cast<size_t>(k) * a.heads + h];
       const double gradient = a.gradient[static_cast<size_t>(k) * a.heads + h];
       o += weight * value;
       dq += gradient * value;
       atomicAdd(a.dkv + static_cast<size_t>(a.row[k]) * kDim + c,
-                weight * __bfloat162float(a.d_o[at]) + gradient * __bfloat162float(a.q[at]));
+                weight * to_double(a.d_o[at]) + gradient * to_double(a.q[at]));
     }
     a.o[at] = o;
     a.dq[at] = dq;
@@ -257,37 +220,22 @@ __global__ void reference_columns(ReferenceArguments a) {
 struct Reference {
   std::vector<double> o, lse, dq, dkv, d_sink;
   explicit Reference(const Problem& p) {
-    Buffer<Bf16> dev_q(p.q), dev_kv(p.kv), dev_d_o(p.d_o);
+    Buffer<uint16_t> dev_q(p.q), dev_kv(p.kv), dev_d_o(p.d_o);
     Buffer<int> dev_begin(p.begin), dev_row(p.row);
     Buffer<float> dev_sink(p.sink);
-    Buffer<double> weight(p.row.size() * p.heads), gradient(weight.count), lse64(p.head_count()), delta(p.head_count()),
-        o64(p.q.size()), dq64(p.q.size()), dkv64(p.kv.size()), sink64(p.heads);
-    check(cudaMemset(dkv64.data, 0, dkv64.count * 8));
-    check(cudaMemset(sink64.data, 0, sink64.count * 8));
-    const ReferenceArguments a{dev_q.data,    dev_kv.data, dev_d_o.data, dev_begin.data, dev_row.data,
-                               dev_sink.data, p.heads,     weight.data,  gradient.data,  lse64.data,
-                               delta.data,    o64.data,    dq64.data,    dkv64.data,     sink64.data};
+    Buffer<double> weight(p.row.size() * p.heads), gradient(weight.size()), lse64(p.head_count()),
+        delta(p.head_count()), o64(p.q.size()), dq64(p.q.size()), dkv64(p.kv.size()), sink64(p.heads);
+    dkv64.fill(0);
+    sink64.fill(0);
+    const ReferenceArguments a{dev_q.get(),    dev_kv.get(), dev_d_o.get(), dev_begin.get(), dev_row.get(),
+                               dev_sink.get(), p.heads,      weight.get(),  gradient.get(),  lse64.get(),
+                               delta.get(),    o64.get(),    dq64.get(),    dkv64.get(),     sink64.get()};
     reference_rows<<<p.queries, p.heads>>>(a);
     reference_columns<<<p.queries, kDim>>>(a);
     check(cudaDeviceSynchronize());
     o = o64.host(), lse = lse64.host(), dq = dq64.host(), dkv = dkv64.host(), d_sink = sink64.host();
   }
 };
-
-double value(Bf16 x) { return __bfloat162float(x); }
-double value(float x) { return x; }
-
-// |got - want| / |want| over everything; NaN if anything is.
-template <class T>
-double relative_error(const std::vector<T>& got, const std::vector<double>& want) {
-  double error = 0, norm = 0;
-  for (size_t i = 0; i < want.size(); ++i) {
-    const double difference = value(got[i]) - want[i];
-    error += difference * difference;
-    norm += want[i] * want[i];
-  }
-  return std::sqrt(error / std::max(norm, 1e-300));
-}
 
 // Tolerances, as relative norms. bf16 rounds with a relative deviation of 2^-9 / sqrt(3) = 1.1e-3. o: weights and o
 // itself are rounded, 1.6e-3 together. dq: weights' gradients, and D = dO . o from the rounded o, whose error is of the
@@ -311,12 +259,12 @@ void compare(const Problem& p, const char* name) {
   std::printf("%-28s o %.2e lse %.1e dq %.2e dkv %.2e d_sink %.2e%s\n", name, eo, el, eq, ek, es,
               b.repeated() ? " (repeated)" : "");
   // bf16 dkv is the FP32 one rounded
-  b.arguments.dkv = b.dkv16.data, b.arguments.dkv_bf16 = true;
+  b.arguments.dkv = b.dkv16.get(), b.arguments.dkv_bf16 = true;
   b.run();
   const auto wide = b.dkv.host();
   const auto narrow = b.dkv16.host();
   size_t different = 0;
-  for (size_t i = 0; i < wide.size(); ++i) different += value(narrow[i]) != value(__float2bfloat16(wide[i]));
+  for (size_t i = 0; i < wide.size(); ++i) different += value(narrow[i]) != value(float_to_bf16(wide[i]));
   EXPECT_EQ(different, 0u);
 }
 
@@ -348,7 +296,7 @@ TEST(SparseAttention, LargeScores) {
   // P = exp(s - lse) carries the FP32 error of scores of size 300: 300 * 2^-23 * log2(e) and more; dS cancels where one
   // key has all the weight, so only NaN and size are looked at.
   EXPECT_LT(relative_error(b.dkv.host(), want.dkv), 2e-2);
-  for (Bf16 x : b.dq.host()) ASSERT_TRUE(std::isfinite(value(x)));
+  for (uint16_t x : b.dq.host()) ASSERT_TRUE(std::isfinite(value(x)));
 }
 
 TEST(SparseAttention, NoKeys) {
@@ -356,10 +304,10 @@ TEST(SparseAttention, NoKeys) {
   Forward f(p);
   const auto o = f.o.host();
   const auto lse = f.lse.host();
-  for (Bf16 x : o) ASSERT_EQ(value(x), 0);
+  for (uint16_t x : o) ASSERT_EQ(value(x), 0);
   for (size_t i = 0; i < lse.size(); ++i) ASSERT_NEAR(lse[i], p.sink[i % 64], 1e-6);
   Backward b(p, f);
-  for (Bf16 x : b.dq.host()) ASSERT_EQ(value(x), 0);
+  for (uint16_t x : b.dq.host()) ASSERT_EQ(value(x), 0);
   for (float x : b.dkv.host()) ASSERT_EQ(x, 0);
   for (float x : b.d_sink.host()) ASSERT_EQ(x, 0);
 }
@@ -433,19 +381,19 @@ TEST(SparseAttention, Fp8KeysGiveTheBitsOfTheirValuesSmall) {
     Problem p(odd_lists(60, rows, 4), heads, rows);
     for (int r = 0; r < rows; ++r)  // rows of very different sizes
       for (int c = 0; c < kDim; ++c)
-        p.kv[r * kDim + c] = __float2bfloat16(value(p.kv[r * kDim + c]) * std::ldexp(1.f, (r + c / 64) % 12 - 6));
+        p.kv[r * kDim + c] = float_to_bf16(value(p.kv[r * kDim + c]) * std::ldexp(1.f, (r + c / 64) % 12 - 6));
     std::vector<int> slot(rows);
     for (int r = 0; r < rows; ++r) slot[r] = (r * 7 + 3) % rows;
     Buffer<int> slots(slot);
-    Buffer<Bf16> keys(p.kv);
+    Buffer<uint16_t> keys(p.kv);
     Buffer<uint8_t> cache(static_cast<size_t>(rows) * kFp8KeyBytes);
-    check(store_fp8_keys(keys.data, slots.data, rows, cache.data, nullptr));
+    check(store_fp8_keys(keys.get(), slots.get(), rows, cache.get(), nullptr));
     const auto bytes = cache.host();
     Problem widened = p;
     for (int r = 0; r < rows; ++r)
       for (int c = 0; c < kDim; ++c) {
         const uint8_t* row = &bytes[static_cast<size_t>(slot[r]) * kFp8KeyBytes];
-        Bf16& key = widened.kv[static_cast<size_t>(slot[r]) * kDim + c];
+        uint16_t& key = widened.kv[static_cast<size_t>(slot[r]) * kDim + c];
         const float original = value(p.kv[static_cast<size_t>(r) * kDim + c]);
         if (c >= kFp8KeyCodes) {
           std::memcpy(&key, row + kFp8KeyCodes + (c - kFp8KeyCodes) * 2, 2);
@@ -455,12 +403,12 @@ TEST(SparseAttention, Fp8KeysGiveTheBitsOfTheirValuesSmall) {
         __nv_fp8_e4m3 code;
         code.__x = row[c];
         const float scale = std::ldexp(1.f, row[kFp8KeyScales + c / 64] - 127);
-        key = __float2bfloat16(static_cast<float>(code) * scale);
+        key = float_to_bf16(static_cast<float>(code) * scale);
         ASSERT_EQ(value(key), static_cast<float>(code) * scale);  // exact
         ASSERT_LE(std::abs(value(key) - original), std::abs(original) / 16 + scale * 0x1p-10);
       }
     Forward wide(widened), narrow(widened);
-    narrow.arguments.kv = cache.data, narrow.arguments.kv_fp8 = true;
+    narrow.arguments.kv = cache.get(), narrow.arguments.kv_fp8 = true;
     narrow.o.poison(), narrow.lse.poison();
     narrow.run();
     EXPECT_TRUE(same_bits(wide.o.host(), narrow.o.host()) && same_bits(wide.lse.host(), narrow.lse.host())) << heads;
@@ -479,31 +427,25 @@ TEST(SparseAttention, RotatesOutputsBackSmall) {
     Buffer<int> position(positions);
     Buffer<float> frequency(frequencies);
     Buffer<float2> table(static_cast<size_t>(p.queries) * 32);
-    check(rotary_table(position.data, frequency.data, p.queries, table.data, nullptr));
-    check(rotate_tails(f.o.data, table.data, p.queries, heads, kDim, true, nullptr));
+    check(rotary_table(position.get(), frequency.get(), p.queries, table.get(), nullptr));
+    check(rotate_tails(f.o.get(), table.get(), p.queries, heads, kDim, true, nullptr));
     const auto apart = f.o.host();
-    f.arguments.rotation = table.data;
+    f.arguments.rotation = table.get();
     f.o.poison();
     f.run();
     EXPECT_TRUE(same_bits(f.o.host(), apart)) << heads;
   }
 }
 
-__global__ void other_work(float* data, int count) {
-  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x)
-    for (int k = 0; k < 50; ++k) data[i] = data[i] * 0.5f + k;
-}
 TEST(SparseAttention, RepeatsBitwiseBesideOtherWork) {
   const Problem p(near_lists(700, 128, 100, 1000), 64, 1000);
   Forward f(p);
   Backward b(p, f);
   const auto o = f.o.host(), dq = b.dq.host();
   const auto lse = f.lse.host(), dkv = b.dkv.host(), d_sink = b.d_sink.host();
-  cudaStream_t side;
-  check(cudaStreamCreateWithFlags(&side, cudaStreamNonBlocking));
-  Buffer<float> busy(1 << 22);
+  OtherWork work;
   for (int i = 0; i < 100; ++i) {
-    other_work<<<20 + i, 256, 0, side>>>(busy.data, 1 << 22);
+    work.start(i);
     f.o.poison(), f.lse.poison(), b.dq.poison(), b.dkv.poison(), b.d_sink.poison();
     check(sparse_attention_forward(f.arguments, nullptr));
     check(sparse_attention_backward(b.arguments, nullptr));
@@ -512,14 +454,13 @@ TEST(SparseAttention, RepeatsBitwiseBesideOtherWork) {
     ASSERT_TRUE(same_bits(b.dq.host(), dq) && same_bits(b.dkv.host(), dkv) && same_bits(b.d_sink.host(), d_sink))
         << "backward, run " << i;
   }
-  check(cudaStreamDestroy(side));
 }
 
 // ---- the scale of the fixed-point sums ----
 Problem scaled_gradients(float (*factor)(int query)) {
   Problem p(near_lists(1100, 32, 16, 1200), 64, 1200);  // the pilot looks at every eighth query
   for (size_t i = 0; i < p.d_o.size(); ++i)
-    p.d_o[i] = __float2bfloat16(value(p.d_o[i]) * factor(static_cast<int>(i / (64 * kDim))));
+    p.d_o[i] = float_to_bf16(value(p.d_o[i]) * factor(static_cast<int>(i / (64 * kDim))));
   return p;
 }
 void expect_dkv(const Problem& p, bool repeated) {
@@ -547,9 +488,10 @@ TEST(FixedPoint, ZeroAndNaN) {
   Forward f(p);
   Backward zero(p, f);
   for (float x : zero.dkv.host()) ASSERT_EQ(x, 0);
-  p.d_o[12345 * 64] = __float2bfloat16(NAN);
+  p.d_o[12345 * 64] = float_to_bf16(NAN);
   Backward bad(p, f);
   for (float x : bad.dkv.host()) ASSERT_TRUE(std::isnan(x));
 }
 
 }  // namespace
+}  // namespace plumb::kernels

@@ -15,14 +15,6 @@ struct FnShared {
   Record record[kFnStages][kFnTokens];
 };
 
-// Four 8 x 8 matrices transposed: lane i names row i % 8 of matrix i / 8.
-__device__ __forceinline__ void load_transposed(uint32_t (&to)[4], const void* row) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
-               : "r"(hopper::shared_address(row))
-               : "memory");
-}
-
 __global__ void __launch_bounds__(kThreads, 1) fn_gradient_kernel(const __grid_constant__ FnArguments p) {
   extern __shared__ __align__(16) uint8_t raw[];
   FnShared& s = *reinterpret_cast<FnShared*>(raw);
@@ -82,13 +74,15 @@ __global__ void __launch_bounds__(kThreads, 1) fn_gradient_kernel(const __grid_c
         // Matrices: tokens 0-7 and 8-15 of the first eight channels, then of the second.
         const int matrix = lane / 8, token = lane % 8, tile = 2 * pair + matrix / 2;
         uint32_t b[4];
-        load_transposed(b, &s.stream[stage][j][matrix % 2][warp * 32 + token * 4 + tile]);
+        hopper::load_matrices_transposed(
+            b, hopper::shared_address(&s.stream[stage][j][matrix % 2][warp * 32 + token * 4 + tile]));
 #pragma unroll
         for (int t = 0; t < 2; ++t)
 #pragma unroll
           for (int i = 2; i >= 0; --i) {
-            product_16x8(first[4 * j + 2 * pair + t], a[i][0], a[i][1], a[i][2], a[i][3], b[2 * t], b[2 * t + 1]);
-            product_16x8(last[4 * j + 2 * pair + t], a[i][4], 0, a[i][5], 0, b[2 * t], b[2 * t + 1]);
+            hopper::multiply_16x8(first[4 * j + 2 * pair + t], a[i][0], a[i][1], a[i][2], a[i][3], b[2 * t],
+                                  b[2 * t + 1]);
+            hopper::multiply_16x8(last[4 * j + 2 * pair + t], a[i][4], 0, a[i][5], 0, b[2 * t], b[2 * t + 1]);
           }
       }
   }

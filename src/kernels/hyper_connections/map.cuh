@@ -183,11 +183,11 @@ __global__ void __launch_bounds__(kThreads, 1) map_kernel(const __grid_constant_
 #pragma unroll
       for (int i = 0; i < 3; ++i) {
         const uint32_t(&a)[4] = w.first[product][i];
-        product_16x8(first[i], a[0], a[1], a[2], a[3], b0, b1);
+        hopper::multiply_16x8(first[i], a[0], a[1], a[2], a[3], b0, b1);
       }
       const uint32_t(&a)[6] = w.last[product];
-      product_16x8(last[0], a[0], a[1], a[2], a[3], b0, b1);
-      product_16x8(last[1], a[4], 0, a[5], 0, b0, b1);
+      hopper::multiply_16x8(last[0], a[0], a[1], a[2], a[3], b0, b1);
+      hopper::multiply_16x8(last[1], a[4], 0, a[5], 0, b0, b1);
     }
     square += __shfl_xor_sync(~0u, square, 1);
     square += __shfl_xor_sync(~0u, square, 2);

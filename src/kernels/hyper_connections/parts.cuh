@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "kernels/hopper/mma.cuh"
 #include "kernels/hopper/vectors.cuh"
 #include "kernels/hyper_connections/hyper_connections.h"
 
@@ -26,16 +27,6 @@ inline int multiprocessors() {
 inline int walking_blocks(int width, int steps) {
   const int slices = width / kSlice, groups = multiprocessors() / slices;
   return slices * (groups < 1 ? 1 : groups < steps ? groups : steps);
-}
-
-// d += a b, 16 x 8, k = 16, bf16 operands. `a` has rows 0-7 (a[0], a[2]) and 8-15 (a[1], a[3]).
-__device__ __forceinline__ void product_16x8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
-                                             uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
-      "%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
 // Two weights as three pairs of bf16, largest part first; the sum of the parts is the weight.

@@ -4,6 +4,7 @@
 #include "kernels/norm/norm.h"
 
 #include "kernels/hopper/vectors.cuh"
+#include "kernels/norm/partial_sums.cuh"
 
 namespace plumb::kernels {
 namespace norm {
@@ -155,15 +156,6 @@ __global__ void __launch_bounds__(kThreads) norm_backward_kernel(const __grid_co
   }
 }
 
-// The chunks' sums, in order: a warp's lanes have neighbouring channels.
-__global__ void __launch_bounds__(64) add_chunks_kernel(const float* partial, int chunks, int width, float* d_weight) {
-  const int channel = blockIdx.x * 64 + threadIdx.x;
-  float sum = 0;
-#pragma unroll 16
-  for (int c = 0; c < chunks; ++c) sum += partial[static_cast<size_t>(c) * width + channel];
-  d_weight[channel] += sum;
-}
-
 bool wrong_shape(int rows, int width) { return rows < 0 || width <= 0 || width % 256 != 0 || width > 8192; }
 
 int blocks_for(int rows, int block_rows) { return (rows + block_rows - 1) / block_rows; }
@@ -177,8 +169,8 @@ void launch_backward(const RmsNormBackward& p, cudaStream_t stream) {
   }
   const int chunks = blocks_for(p.rows, kChunk);
   norm_backward_kernel<kVectors, kNarrowRow, true><<<chunks, kThreads, 0, stream>>>(p);
-  add_chunks_kernel<<<p.width / 64, 64, 0, stream>>>(static_cast<const float*>(p.workspace), chunks, p.width,
-                                                     p.d_weight);
+  add_partial_sums<<<p.width / 64, 64, 0, stream>>>(static_cast<const float*>(p.workspace), chunks, p.width,
+                                                    p.d_weight);
 }
 
 // Calls f.template operator()<vectors of a thread, narrow row>().

@@ -3,6 +3,7 @@
 #include "kernels/rotary/rotary.h"
 
 #include "kernels/hopper/vectors.cuh"
+#include "kernels/norm/partial_sums.cuh"
 
 namespace plumb::kernels {
 namespace rotary {
@@ -41,6 +42,17 @@ __device__ __forceinline__ void rotate_eight(float (&v)[8], const float2* angle,
       v[2 * (i + k) + 1] = __fmul_rn(even, sine[k]) + __fmul_rn(odd, cosine[k]);
     }
   }
+}
+
+// The last eight of a vector's kLanes lanes have its tail, in their last piece.
+template <int kLanes>
+__device__ __forceinline__ bool has_tail(int lane) {
+  return lane >= kLanes - kRotaryChannels / 8;
+}
+template <int kLanes>
+__device__ __forceinline__ void rotate_tail(float (&v)[8], const void* table, int row, int lane, float direction) {
+  const int piece = lane - (kLanes - kRotaryChannels / 8);
+  rotate_eight(v, static_cast<const float2*>(table) + static_cast<size_t>(row) * kPairs + piece * 4, direction);
 }
 
 // Sylvester order, times 128^-1/2, over 16 lanes.
@@ -157,12 +169,10 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
         round_eight(v[i]);
       }
     }
-    const bool tail = lane >= L::kLanes - 8;  // of the last piece
+    const bool tail = has_tail<L::kLanes>(lane);
     constexpr int kLast = L::kPieces - 1;
     if (tail) {
-      rotate_eight(v[kLast],
-                   static_cast<const float2*>(p.table) + static_cast<size_t>(row) * kPairs + (lane + 8 - L::kLanes) * 4,
-                   1);
+      rotate_tail<L::kLanes>(v[kLast], p.table, row, lane, 1);
       round_eight(v[kLast]);
     }
     if constexpr (kStorage == VectorStorage::fp8) {
@@ -228,10 +238,7 @@ __global__ void __launch_bounds__(kThreads) finish_backward_kernel(const __grid_
 #pragma unroll
         for (int i = 0; i < L::kPieces; ++i) unpack(ds[t][i], d[i]), unpack(xs[t][i], x[i]);
         if constexpr (kStorage == VectorStorage::fp4) hadamard_128(d[0]);  // its own transpose
-        if (lane >= L::kLanes - 8)
-          rotate_eight(
-              d[kLast],
-              static_cast<const float2*>(p.table) + static_cast<size_t>(row) * kPairs + (lane + 8 - L::kLanes) * 4, -1);
+        if (has_tail<L::kLanes>(lane)) rotate_tail<L::kLanes>(d[kLast], p.table, row, lane, -1);
         if constexpr (kNorm != VectorNorm::none) {
           float square = 0, along = 0;
 #pragma unroll
@@ -282,14 +289,6 @@ __global__ void __launch_bounds__(kThreads) finish_backward_kernel(const __grid_
   }
 }
 
-__global__ void __launch_bounds__(64) add_blocks_kernel(const float* partial, int blocks, int width, float* d_weight) {
-  const int channel = blockIdx.x * 64 + threadIdx.x;
-  float sum = 0;
-#pragma unroll 16
-  for (int b = 0; b < blocks; ++b) sum += partial[static_cast<size_t>(b) * width + channel];
-  d_weight[channel] += sum;
-}
-
 // Eight lanes have the tail of a vector.
 __global__ void __launch_bounds__(kThreads)
     rotate_kernel(uint4* x, const float2* table, int64_t count, int vectors, int width, float direction) {
@@ -330,8 +329,8 @@ void launch_backward(const FinishVectorsBackward& p, cudaStream_t stream) {
     if (p.d_weight) {
       const int blocks = blocks_for(vectors, Layout<kWidth, kWeightTogether>::kBlockVectors * kBackwardRounds);
       finish_backward_kernel<kWidth, kNorm, kStorage, true, kWeightTogether><<<blocks, kThreads, 0, stream>>>(p);
-      add_blocks_kernel<<<kWidth / 64, 64, 0, stream>>>(static_cast<const float*>(p.workspace), blocks, kWidth,
-                                                        p.d_weight);
+      add_partial_sums<<<kWidth / 64, 64, 0, stream>>>(static_cast<const float*>(p.workspace), blocks, kWidth,
+                                                       p.d_weight);
       return;
     }
   if (vectors < kManyVectors)
