@@ -111,6 +111,18 @@ TEST(Router, SmallGradientsAgainstFiniteDifferences) {
       ASSERT_NEAR(result[row * s.slots + j], (loss(j, 1e-5) - loss(j, -1e-5)) / 2e-5, 1e-6) << "row " << row;
   }
 
+  // The same numbers in another order, named by row_of_slot.
+  const int pairs = s.rows * s.slots;
+  std::vector<int> row_of_slot(pairs);
+  std::vector<float> moved(pairs);
+  for (int i = 0; i < pairs; ++i) moved[row_of_slot[i] = i * 7 % pairs] = d_weight[i];  // 7 and 256 are coprime
+  const Buffer<float> moved_device(moved);
+  const Buffer<int> slots_device(row_of_slot);
+  Buffer<float> again(pairs);
+  route_backward(moved_device.get(), logits_device.get(), expert.get(), s, 1.5f, again.get(), nullptr,
+                 slots_device.get());
+  EXPECT_EQ(differences(again.host(), result), 0u);
+
   const int k = 200;
   const auto gate = random_bf16(s.experts * k, 0.1f, 6);
   const Buffer<uint16_t> gate_device(gate);

@@ -79,22 +79,25 @@ __global__ void __launch_bounds__(32 * kWarps)
 }
 
 // A thread a row: six of 256 logits matter.
-__global__ void __launch_bounds__(128) backward_kernel(const float* d_weight, const float* logits, const int* expert,
-                                                       Sizes s, float scale, float* d_logit) {
+__global__ void __launch_bounds__(128)
+    backward_kernel(const float* d_weight, const int* row_of_slot, const float* logits, const int* expert, Sizes s,
+                    float scale, float* d_logit) {
   const int row = blockIdx.x * 128 + threadIdx.x;
   if (row >= s.rows) return;
   const size_t at = static_cast<size_t>(row) * s.slots;
   logits += static_cast<size_t>(row) * s.experts;
+  const auto gradient = [&](size_t pair) -> double { return d_weight[row_of_slot ? row_of_slot[pair] : pair]; };
   double total = kEps, dot = 0;  // dot: sum of d * weight / scale * total
   for (int j = 0; j < s.slots; ++j) {
     const int e = expert[at + j];
-    const double score = e < 0 ? 0 : sqrt_softplus(logits[e]);
-    total += score, dot += static_cast<double>(d_weight[at + j]) * score;
+    if (e < 0) continue;
+    const double score = sqrt_softplus(logits[e]);
+    total += score, dot += gradient(at + j) * score;
   }
   for (int j = 0; j < s.slots; ++j) {
     const int e = expert[at + j];
     d_logit[at + j] =
-        e < 0 ? 0.0f : static_cast<float>(scale * (d_weight[at + j] - dot / total) / total * slope(logits[e]));
+        e < 0 ? 0.0f : static_cast<float>(scale * (gradient(at + j) - dot / total) / total * slope(logits[e]));
   }
 }
 
@@ -187,9 +190,9 @@ void route(const float* logits, const Sizes& s, const Choice& choice, int* exper
 }
 
 void route_backward(const float* d_weight, const float* logits, const int* expert, const Sizes& s, float scale,
-                    float* d_logit, cudaStream_t stream) {
+                    float* d_logit, cudaStream_t stream, const int* row_of_slot) {
   check("router: route_backward", s);
-  backward_kernel<<<(s.rows + 127) / 128, 128, 0, stream>>>(d_weight, logits, expert, s, scale, d_logit);
+  backward_kernel<<<(s.rows + 127) / 128, 128, 0, stream>>>(d_weight, row_of_slot, logits, expert, s, scale, d_logit);
   check_cuda(cudaGetLastError(), "router: route_backward");
 }
 

@@ -34,8 +34,10 @@ void route(const float* logits, const Sizes& sizes, const Choice& choice, int* e
            cudaStream_t stream);
 
 // Of the sum over slots of d_weight * weight. -> d_logit [rows, slots], of the chosen experts; all others are 0.
+// d_weight: [rows, slots], or with row_of_slot (grouped_linear/route.h) in the order of the experts' rows, as
+// swiglu_backward leaves it.
 void route_backward(const float* d_weight, const float* logits, const int* expert, const Sizes& sizes, float scale,
-                    float* d_logit, cudaStream_t stream);
+                    float* d_logit, cudaStream_t stream, const int* row_of_slot = nullptr);
 
 // dx[row] = sum over the chosen experts, the lowest expert first, of d_logit * gate[expert]. gate: bf16 bits
 // [experts, k], k a multiple of 8; dx: FP32 [rows, k], assigned, or added to if `add`.
