@@ -13,14 +13,6 @@ struct Case {
   int spare_rows;
 };
 
-// The widened weights [groups * n, k], in record order.
-std::vector<float> widened(const Matrices& w) {
-  std::vector<float> values(w.plain.size());
-  for (size_t i = 0; i < values.size(); ++i)
-    values[i] = e4m3_to_float(w.plain[i]) * w.bases[i / w.k / kBlock * block_stride(w.k) + i % w.k / kBlock];
-  return values;
-}
-
 struct Problem {
   const Case& c;
   Matrices w;

@@ -81,6 +81,14 @@ inline Matrices random_weights(WeightFormat format, int groups, int n, int k, bo
   return w;
 }
 
+// The widened weights [groups * n, k], in record order.
+inline std::vector<float> widened(const Matrices& w) {
+  std::vector<float> values(w.plain.size());
+  for (size_t i = 0; i < values.size(); ++i)
+    values[i] = e4m3_to_float(w.plain[i]) * w.bases[i / w.k / kBlock * block_stride(w.k) + i % w.k / kBlock];
+  return values;
+}
+
 // ---- Activations ---------------------------------------------------------------------------------------------------
 struct Quantised {
   Buffer<uint8_t> values;
