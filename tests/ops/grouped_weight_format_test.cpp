@@ -91,6 +91,29 @@ TEST(GroupedWeightFormat, Fp4RecordsHoldTheMatrix) {
     }
 }
 
+// Exponents that FP4 records cannot hold, as FP8: still the values of the matrix, subnormal numbers among them.
+TEST(GroupedWeightFormat, Fp4MatricesOfWideBlocksFitIntoFp8Records) {
+  const Fp4Sample w(256, 256, kLargestSpanAsFp8, 7);
+  std::vector<uint8_t> records(2 * kFp8RecordBytes);
+  std::vector<float> bases(2 * block_stride(w.k));
+  EXPECT_FALSE(pack_rows(w.matrix(), w.k, 0, 1, records.data(), bases.data()).ok());
+  const PackReport report = pack_rows(Fp4AsFp8Matrix{w.matrix()}, w.k, 0, 1, records.data(), bases.data());
+  ASSERT_TRUE(report.ok()) << describe(report);
+  int subnormal = 0;
+  for (int row = 0; row < w.n; ++row)
+    for (int place = 0; place < w.k; ++place) {
+      const int kb = place / kBlock;
+      const uint8_t byte = records[kb * kFp8RecordBytes + swizzled_byte(row, place % kBlock)];
+      subnormal += (byte & 0x78) == 0 && (byte & 7) != 0;
+      ASSERT_EQ(static_cast<double>(e4m3_to_float(byte)) * bases[row / kBlock * block_stride(w.k) + kb],
+                w.value(row, kb * kBlock + k_of_place(place % kBlock)))
+          << "row " << row << " place " << place;
+    }
+  EXPECT_GT(subnormal, 1000);
+  const Fp4Sample wider(256, 128, kLargestSpanAsFp8 + 1, 8);
+  EXPECT_EQ(pack_rows(Fp4AsFp8Matrix{wider.matrix()}, wider.k, 0, 1, records.data(), bases.data()).wide_blocks, 2);
+}
+
 TEST(GroupedWeightFormat, GateAndUpShareRecords) {
   const Fp4Sample gate(256, 128, 3, 2), up(256, 128, 5, 3);
   std::vector<uint8_t> records(2 * kFp4RecordBytes);

@@ -9,9 +9,9 @@
 //        base = 2^(largest s of the block - 127 - 6); what remains, e2m1(code) * 2^j with j = s - largest s + 6, is
 //        expanded to e4m3 in the kernel. j = 6 puts the largest code at 6 * 64 = 384 < 448, j = -5 keeps 0.5 * 2^-5 =
 //        2^-6 a normal e4m3: exact for exponents that span at most 11 in a block (all-zero groups do not count). The
-//        packer reports blocks that span more. A record is 4 slabs of 64 rows x 4,096 bytes of codes, in the order in
-//        which threads hold an m64k32 operand, then 4 x 256 bytes of j + 5: 17,408 bytes, 4.25 bits a weight as on
-//        disk.
+//        packer reports blocks that span more (a matrix of up to 14 can be packed as FP8, Fp4AsFp8Matrix). A record is
+//        4 slabs of 64 rows x 4,096 bytes of codes, in the order in which threads hold an m64k32 operand, then 4 x 256
+//        bytes of j + 5: 17,408 bytes, 4.25 bits a weight as on disk.
 // Records lie [group][N/256][K/128], bases [group][N/128][block_stride(K)].
 //
 // Order of K. Inside every 128 of K both operands of a product are permuted (k_of_place). The tensor core then hands
@@ -47,7 +47,7 @@ constexpr int kSlabCodeBytes = kSlabRows * kBlock / 2;
 constexpr int kSlabOffsetBytes = kSlabRows * kBlock / 32;
 constexpr int kFp4RecordBytes = 4 * (kSlabCodeBytes + kSlabOffsetBytes);
 constexpr int kFp8RecordBytes = kRecordRows * kBlock;
-constexpr int kLargestSpan = 11;
+constexpr int kLargestSpan = 11, kLargestSpanAsFp8 = 14;
 constexpr int record_bytes(WeightFormat format) {
   return format == WeightFormat::fp4 ? kFp4RecordBytes : kFp8RecordBytes;
 }
@@ -134,6 +134,9 @@ struct Fp4Matrix {
   const uint8_t* codes;   // [N, K/2]
   const uint8_t* scales;  // [N, K/32], e8m0
 };
+// The same, to be packed as FP8: twice the memory, for matrices of blocks that span up to kLargestSpanAsFp8 exponents.
+// Subnormal e4m3 numbers hold the smallest three; the values are still exact.
+struct Fp4AsFp8Matrix : Fp4Matrix {};
 struct Fp8Matrix {
   const uint8_t* values;  // [N, K], e4m3
   const uint8_t* scales;  // [N/128, K/128], e8m0
@@ -141,7 +144,7 @@ struct Fp8Matrix {
 
 // What is wrong with a matrix. Records of a matrix that is not ok() must not be used.
 struct PackReport {
-  int64_t wide_blocks = 0;              // 128 x 128 blocks whose exponents span more than kLargestSpan
+  int64_t wide_blocks = 0;              // 128 x 128 blocks whose exponents span more than the format holds
   int64_t nans = 0;                     // NaN scales (byte 255) or values
   int row = -1, column = -1, span = 0;  // the first such block's origin, and the span found there
   bool ok() const { return wide_blocks == 0 && nans == 0; }
@@ -151,20 +154,26 @@ struct PackReport {
 };
 inline std::string describe(const PackReport& r) {
   if (r.ok()) return "exact";
-  return std::to_string(r.wide_blocks) + " blocks of 128 x 128 have FP4 scales that span more than " +
-         std::to_string(kLargestSpan) + " exponents and " + std::to_string(r.nans) +
-         " NaNs were found; the first bad block starts at row " + std::to_string(r.row) + ", column " +
-         std::to_string(r.column) + " (span " + std::to_string(r.span) + ")";
+  return std::to_string(r.wide_blocks) + " blocks of 128 x 128 have FP4 scales that span more than the " +
+         std::to_string(kLargestSpan) + " exponents that are exact (" + std::to_string(kLargestSpanAsFp8) +
+         " if packed as FP8) and " + std::to_string(r.nans) + " NaNs were found; the first bad block starts at row " +
+         std::to_string(r.row) + ", column " + std::to_string(r.column) + " (span " + std::to_string(r.span) + ")";
 }
 
 namespace detail {
 
-// One 128 x 128 block: rows first_row + row_of(0..127) of the matrix to half `half` of a record.
+constexpr int kGroups = kBlock / 32;  // of a row of a block
+
+// The exponents of a 128 x 128 block, -1 where all codes are zero, and what is wrong with it.
+struct BlockExponents {
+  int of[kBlock][kGroups], largest = -1;
+  float base() const { return largest < 0 ? 1.0f : std::ldexp(1.0f, largest - 127 - 6); }
+};
 template <typename RowOf>
-void pack_block(const Fp4Matrix& m, int k, int first_row, int k_block, RowOf row_of, int half, uint8_t* record,
-                float& base, PackReport& report) {
-  constexpr int kGroups = kBlock / 32;
-  int exponent[kBlock][kGroups], largest = -1, smallest = 255;
+BlockExponents block_exponents(const Fp4Matrix& m, int k, int first_row, int k_block, RowOf row_of, int largest_span,
+                               PackReport& report) {
+  BlockExponents e;
+  int smallest = 255;
   int64_t nans = 0;
   for (int row = 0; row < kBlock; ++row) {
     const size_t source = first_row + row_of(row);
@@ -174,23 +183,58 @@ void pack_block(const Fp4Matrix& m, int k, int first_row, int k_block, RowOf row
       const bool empty = ((codes[0] | codes[1]) & 0x7777777777777777u) == 0;
       const int s = m.scales[source * (k / 32) + k_block * kGroups + g];
       nans += s == 255;
-      exponent[row][g] = empty ? -1 : s;
-      if (!empty) largest = std::max(largest, s), smallest = std::min(smallest, s);
+      e.of[row][g] = empty ? -1 : s;
+      if (!empty) e.largest = std::max(e.largest, s), smallest = std::min(smallest, s);
     }
   }
-  const int span = std::max(largest - smallest, 0);
+  const int span = std::max(e.largest - smallest, 0);
   report.nans += nans;
-  report.wide_blocks += span > kLargestSpan;
-  if (nans || span > kLargestSpan) report.blame(first_row, k_block * kBlock, span);
-  base = largest < 0 ? 1.0f : std::ldexp(1.0f, largest - 127 - 6);
+  report.wide_blocks += span > largest_span;
+  if (nans || span > largest_span) report.blame(first_row, k_block * kBlock, span);
+  return e;
+}
 
+// e2m1(code) * 2^exponent as e4m3, exponent -8 .. 6.
+inline uint8_t e4m3_of(int code, int exponent) {
+  constexpr int kHalves[8] = {0, 1, 2, 3, 4, 6, 8, 12};  // magnitudes
+  int mantissa = kHalves[code & 7];                      // times 2^(exponent - 1)
+  const int sign = (code & 8) << 4;
+  if (mantissa == 0) return static_cast<uint8_t>(sign);
+  int power = exponent - 1;  // magnitude = mantissa * 2^power, and 2^-9 is the step of subnormal numbers
+  while (mantissa < 8 && power > -9) mantissa *= 2, --power;
+  while (mantissa >= 16) mantissa /= 2, ++power;  // only even ones are so large
+  return static_cast<uint8_t>(sign | (mantissa < 8 ? mantissa : (power + 10) << 3 | (mantissa - 8)));
+}
+
+// One 128 x 128 block: rows first_row + row_of(0..127) of the matrix to half `half` of a record.
+template <typename RowOf>
+void pack_block(const Fp4AsFp8Matrix& m, int k, int first_row, int k_block, RowOf row_of, int half, uint8_t* record,
+                float& base, PackReport& report) {
+  const BlockExponents e = block_exponents(m, k, first_row, k_block, row_of, kLargestSpanAsFp8, report);
+  base = e.base();
+  for (int row = 0; row < kBlock; ++row) {
+    const uint8_t* source = m.codes + static_cast<size_t>(first_row + row_of(row)) * (k / 2) + k_block * (kBlock / 2);
+    for (int place = 0; place < kBlock; ++place) {
+      const int at = k_of_place(place), code = at % 2 ? source[at / 2] >> 4 : source[at / 2] & 15;
+      const int exponent = std::max(e.of[row][at / 32] - e.largest + 6, -8);  // below: reported
+      record[swizzled_byte(half * kBlock + row, place)] = e4m3_of(code, exponent);
+    }
+  }
+}
+
+template <typename RowOf>
+void pack_block(const Fp4Matrix& m, int k, int first_row, int k_block, RowOf row_of, int half, uint8_t* record,
+                float& base, PackReport& report) {
+  const BlockExponents exponents = block_exponents(m, k, first_row, k_block, row_of, kLargestSpan, report);
+  base = exponents.base();
   for (int slab = 0; slab < 2; ++slab) {
     uint8_t* codes_out = record + (2 * half + slab) * kSlabCodeBytes;
     uint8_t* offsets_out = record + 4 * kSlabCodeBytes + (2 * half + slab) * kSlabOffsetBytes;
     for (int row = 0; row < kSlabRows; ++row)
       for (int g = 0; g < kGroups; ++g) {
-        const int e = exponent[slab * kSlabRows + row][g];
-        offsets_out[offset_byte(row, g)] = static_cast<uint8_t>(e < 0 ? 0 : std::max(e - largest + kLargestSpan, 0));
+        const int e = exponents.of[slab * kSlabRows + row][g];
+        offsets_out[offset_byte(row, g)] =
+            static_cast<uint8_t>(e < 0 ? 0 : std::max(e - exponents.largest + kLargestSpan, 0));
       }
     for (int thread = 0; thread < 128; ++thread)
       for (int i = 0; i < 8; ++i) {
@@ -225,6 +269,7 @@ void pack_block(const Fp8Matrix& m, int k, int first_row, int k_block, RowOf row
 }
 
 constexpr int record_bytes_of(const Fp4Matrix*) { return kFp4RecordBytes; }
+constexpr int record_bytes_of(const Fp4AsFp8Matrix*) { return kFp8RecordBytes; }
 constexpr int record_bytes_of(const Fp8Matrix*) { return kFp8RecordBytes; }
 
 }  // namespace detail
