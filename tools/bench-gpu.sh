@@ -6,7 +6,9 @@ cd "$(dirname "$0")/.."
 results=${1:-bench/results}
 tools/gpu-build.sh build-gpu
 tools/gpu-build.sh --versions
+failed=0
 for bench in build-gpu/*_bench; do
   name=$(basename "$bench" _bench)
-  "$bench" "$results/$name.json"
+  timeout 120 "$bench" "$results/$name.json" || { echo "$name: FAILED ($?)"; failed=1; }
 done
+exit $failed
