@@ -58,7 +58,7 @@ __device__ __forceinline__ void load_weights(const MapArguments& p, int first_ch
 template <bool kPost>
 struct MapShared {
   static constexpr int kInputs = kPost ? 5 : 4;   // streams, output
-  uint4 input[kMapStages][kInputs][kThreads];     // at place_of; results take the place of the streams
+  uint4 input[kMapStages][kInputs][kThreads];     // at place_of
   float coefficient[kMapStages][kMapTokens][20];  // post, comb
   float sum[2][kWarps][kSums][kMapTokens];
 };
@@ -90,8 +90,8 @@ __global__ void __launch_bounds__(kThreads, 1) map_kernel(const __grid_constant_
   MapWeights w;
   load_weights(p, slice * kSlice + warp * 32, w);
 
-  // Between memory and shared memory warp w has token w of the step, its lanes eight neighbouring channels each: runs
-  // of 512 bytes. Between shared memory and registers a lane has its own token and channels.
+  // From memory to shared memory warp w has token w of the step, its lanes eight neighbouring channels each: runs
+  // of 512 bytes. From shared memory to registers a lane has its own token and channels.
   const auto place_of = [](int token, int unit) {  // unit: eight channels of the slice. No bank conflicts either way
     return unit / 4 * 32 + (token ^ (unit / 4 & 1)) * 4 + unit % 4;
   };
@@ -119,17 +119,6 @@ __global__ void __launch_bounds__(kThreads, 1) map_kernel(const __grid_constant_
     }
     hopper::copy_commit();
   };
-  // Writes the mixed streams of a step, which its threads have left in the places of the old ones.
-  const auto write_streams = [&](int step, int stage) {
-    if constexpr (kPost) {
-      const int row = step * kMapTokens + warp;
-      if (row >= p.rows) return;
-#pragma unroll
-      for (int k = 0; k < 4; ++k)
-        *reinterpret_cast<uint4*>(p.next + (static_cast<size_t>(row) * kHyperStreams + k) * p.width * 2 + slice_bytes) =
-            s.input[stage][k][copied];
-    }
-  };
   // Adds the warps' sums of a step, in order, and writes them.
   const auto write_sums = [&](int step, int buffer) {
     const int padded = steps * kMapTokens;
@@ -148,9 +137,8 @@ __global__ void __launch_bounds__(kThreads, 1) map_kernel(const __grid_constant_
   for (int step = first_step; step < steps; step += stride, ++count) {
     const int stage = count % kMapStages, buffer = count & 1;
     hopper::copy_wait<kMapStages - 2>();
-    __syncthreads();  // this step's inputs are there, and the results of the one before
+    __syncthreads();  // this step's inputs are there, and the sums of the one before
     const int before = (count + kMapStages - 1) % kMapStages;
-    if (count > 0) write_streams(step - stride, before);
     fetch(step + (kMapStages - 1) * stride, before);
     if (count > 0) write_sums(step - stride, buffer ^ 1);
 
@@ -171,8 +159,16 @@ __global__ void __launch_bounds__(kThreads, 1) map_kernel(const __grid_constant_
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         h[k] = make_uint4(next[0][k], next[1][k], next[2][k], next[3][k]);
-        s.input[stage][k][own] = h[k];
       }
+      // From registers, runs of 64 bytes: neighbouring warps fill the lines in L2. Other tokens' inputs are not
+      // touched, so `next` may be `streams`.
+      const int row = step * kMapTokens + g;
+      if (row < p.rows)
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+          *reinterpret_cast<uint4*>(
+              p.next + ((static_cast<size_t>(row) * kHyperStreams + k) * p.width + slice * kSlice + warp * 32 + q * 8) *
+                           2) = h[k];
     }
     float first[3][4] = {}, last[2][4] = {}, square = 0;  // five chains of eight products, for their latency
 #pragma unroll
@@ -202,7 +198,6 @@ __global__ void __launch_bounds__(kThreads, 1) map_kernel(const __grid_constant_
   hopper::copy_wait<0>();
   __syncthreads();
   if (count == 0) return;
-  write_streams(first_step + (count - 1) * stride, (count - 1) % kMapStages);
   write_sums(first_step + (count - 1) * stride, (count - 1) & 1);
 }
 
