@@ -17,6 +17,7 @@ const std::vector<Command>& commands() {
       {"sample", "generate text once, or for every line of a file", setup_sample},
       {"chat", "talk to a model in the terminal", setup_chat},
       {"serve", "answer HTTP requests: OpenAI's and Anthropic's protocols, a page to chat with", setup_serve},
+      {"watch", "curves and samples of training runs in the browser, while they go on and afterwards", setup_watch},
       {"score", "per-token log-probabilities of given tokens, text or messages", setup_score},
       {"init", "write a random checkpoint of a preset or of a config.json", setup_init},
       {"convert", "rewrite a checkpoint or an adapter in another layout", setup_convert},

@@ -30,6 +30,7 @@ std::function<void()> setup_sample(CLI::App& app);
 std::function<void()> setup_chat(CLI::App& app);
 std::function<void()> setup_score(CLI::App& app);
 std::function<void()> setup_serve(CLI::App& app);
+std::function<void()> setup_watch(CLI::App& app);
 std::function<void()> setup_init(CLI::App& app);
 std::function<void()> setup_convert(CLI::App& app);
 std::function<void()> setup_inspect(CLI::App& app);

@@ -10,13 +10,12 @@
 #include <filesystem>
 
 #include "base/error.h"
-#include "base/files.h"
 #include "base/log.h"
 #include "cli/commands.h"
+#include "cli/network.h"
 #include "cli/session.h"
 #include "model/adapter_files.h"
 #include "rollout/cache_size.h"
-#include "serve/auth.h"
 
 namespace plumb::cli {
 namespace {
@@ -24,13 +23,14 @@ namespace {
 struct Arguments {
   ModelArguments model;
   std::vector<std::string> adapters;  // NAME=DIR
-  std::string served_name, keys_file, port_file;
+  std::string served_name;
+  NetworkArguments network;
   serve::ServerOptions server;
   size_t memory = size_t{1} << 30;
   int max_queue = 2048, max_positions = 0, default_tokens = 0;
   int max_choices = 128, max_logprobs = 20;
   bool strict_fields = false;
-  double timeout = 600, grace = 10, keep_alive = 10;
+  double timeout = 600, keep_alive = 10;
 };
 
 std::chrono::milliseconds milliseconds(double seconds) {
@@ -89,19 +89,14 @@ void serve_model(Arguments& a) {
   o.engine.token_budget = o.engine.max_running + 4 * o.engine.prefill_chunk;
   o.queue.max_open = o.engine.max_running + a.max_queue;
   o.queue.timeout = milliseconds(a.timeout);
-  o.http.quiet = milliseconds(a.keep_alive), o.http.grace = milliseconds(a.grace);
-  o.http.signals = true;
+  o.http = http_options(a.network);
+  o.http.quiet = milliseconds(a.keep_alive);
   o.service.version = kVersion;
-  if (!a.keys_file.empty()) o.service.keys = serve::read_keys(a.keys_file);
+  o.service.keys = read_keys(a.network);
 
   const std::string name = model.name;
   serve::Server server(*s.weights, std::move(model), o);
-  const bool v6 = o.http.host.find(':') != std::string::npos;
-  const std::string address = fmt::format("http://{}:{}", v6 ? "[" + o.http.host + "]" : o.http.host, server.port());
-  if (o.service.keys.empty() && o.http.host != "127.0.0.1" && o.http.host != "::1")
-    log_warning("{} is open to everybody who reaches it; --api-keys FILE asks for a key", address);
-  if (!a.port_file.empty()) write_text(a.port_file, std::to_string(server.port()) + "\n");
-  log_info("serving {} at {}", name, address);
+  announce(a.network, server.port(), name);
   server.run();
   log_info("stopped");
 }
@@ -118,24 +113,17 @@ std::function<void()> setup_serve(CLI::App& app) {
   app.add_option("--adapter", a->adapters, "NAME=DIR: a LoRA adapter and the model name that it is asked for by");
   app.add_option("--served-model-name", a->served_name, "name of the base model (default: that of its folder)");
 
-  auto& http = a->server.http;
-  http.port = 8000;
+  app.add_option("--runs", a->server.service.runs,
+                 "folder of training runs, or one run: /training shows their curves and samples");
+
+  a->network.http.port = 8000;
+  add_network_options(app, a->network);
   const std::string network = "Network";
-  app.add_option("--host", http.host, "IP address to listen on; 0.0.0.0 or :: for all")->group(network);
-  app.add_option("--port", http.port, "0 = the system picks one")->check(CLI::Range(0, 65535))->group(network);
-  app.add_option("--port-file", a->port_file, "written with the port once the server listens")->group(network);
-  app.add_option("--api-keys", a->keys_file, "file of keys, one a line; without it nobody is asked")->group(network);
-  app.add_option("--max-connections", http.max_connections, "more are answered with 503")
-      ->check(CLI::PositiveNumber)
-      ->group(network);
-  app.add_option("--max-body", http.max_body, "bytes of a request's body, also with a suffix: 32MB")
+  app.add_option("--max-body", a->network.http.max_body, "bytes of a request's body, also with a suffix: 32MB")
       ->transform(CLI::AsSizeValue(false))
       ->group(network);
   app.add_option("--keep-alive", a->keep_alive, "seconds of silence after which a stream says that it lives")
       ->check(CLI::PositiveNumber)
-      ->group(network);
-  app.add_option("--grace", a->grace, "seconds for answers that are being written when the server is stopped")
-      ->check(CLI::NonNegativeNumber)
       ->group(network);
 
   auto& engine = a->server.engine;

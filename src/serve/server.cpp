@@ -19,7 +19,7 @@ Server::Server(WeightStore& weights, ServedModel model, const ServerOptions& opt
       engine_(std::make_unique<Engine>(weights, options.engine, model_.adapters), options.queue, metrics_),
       service_(options.service, model_, engine_, metrics_, protocols),
       http_(with_service(options.http, service_),
-            [this](HttpRequest request, Wake wake) { return service_.handle(std::move(request), std::move(wake)); }) {
+            [this](HttpRequest request, Wake wake) { return service_.handle(request, std::move(wake)); }) {
   service_.server = &http_;
 }
 

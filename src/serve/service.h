@@ -1,10 +1,8 @@
-// What the server answers to which path: the table of routes, and what is checked before any of them.
+// What the server of a model answers to which path.
 #pragma once
 #include <atomic>
-#include <functional>
 #include <memory>
 #include <string>
-#include <variant>
 #include <vector>
 
 #include "serve/background.h"
@@ -13,6 +11,8 @@
 #include "serve/exchange.h"
 #include "serve/http.h"
 #include "serve/metrics.h"
+#include "serve/router.h"
+#include "serve/training.h"
 
 namespace plumb::serve {
 
@@ -27,9 +27,8 @@ const std::vector<ProtocolRoute>& protocol_routes();
 struct ServiceOptions {
   std::string version;            // of the program
   std::vector<std::string> keys;  // empty: none is asked for
+  std::string runs;               // folder whose runs the training view shows; "" = none
 };
-
-using Answered = std::variant<HttpReply, std::unique_ptr<Answer>>;
 
 class Service {
  public:
@@ -38,32 +37,26 @@ class Service {
           const std::vector<ProtocolRoute>& protocols);
 
   // Any thread.
-  Answered handle(HttpRequest request, Wake wake);
-  HttpReply error(const std::string& path, int status, const std::string& message) const;
+  Answered handle(const HttpRequest& request, Wake wake) { return router_.handle(request, std::move(wake)); }
+  HttpReply error(const std::string& path, int status, const std::string& message) const {
+    return router_.error(path, status, message);
+  }
   void replied(const std::string& path, int status);  // counts it
 
   std::atomic<const HttpServer*> server = nullptr;  // for its figures; may stay nullptr
 
  private:
-  using Handle = std::function<Answered(const HttpRequest& request, Wake wake)>;
-  struct Route {
-    std::string method, path;  // a path that ends with / stands for all that begin with it
-    Handle handle;
-    bool open = false;  // needs no key
-  };
-
   void add_protocols(const std::vector<ProtocolRoute>& protocols);
   void add_pages();   // what people and monitors read
   void add_models();  // models, adapters, tokens
-  std::vector<const Route*> routes_of(const std::string& path) const;
-  Answered not_found(const std::string& path) const;
 
   ServiceOptions options_;
   const ServedModel& model_;
   EngineThread& engine_;
   Metrics& metrics_;
-  std::vector<Route> routes_;
+  Router router_;
   Background background_;
+  TrainingView training_;
 };
 
 }  // namespace plumb::serve

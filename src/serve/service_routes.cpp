@@ -1,12 +1,9 @@
 // The routes that are no protocol: pages, health and figures; models, adapters and tokens.
 #include <fmt/format.h>
 
-#include <filesystem>
-
 #include "base/error.h"
 #include "model/adapter_files.h"
 #include "serve/anthropic.h"
-#include "serve/embedded.h"
 #include "serve/openai_chat_request.h"
 #include "serve/request_fields.h"
 #include "serve/service.h"
@@ -37,27 +34,6 @@ json model_entries(const ServedModel& m) {
     list.push_back(std::move(entry));
   }
   return list;
-}
-
-// %41 -> A
-std::string percent_decoded(std::string_view text) {
-  std::string out;
-  for (size_t i = 0; i < text.size(); ++i) {
-    const auto hex = [&](size_t at) {
-      const char c = at < text.size() ? text[at] : ' ';
-      return c >= '0' && c <= '9'   ? c - '0'
-             : c >= 'a' && c <= 'f' ? c - 'a' + 10
-             : c >= 'A' && c <= 'F' ? c - 'A' + 10
-                                    : -1;
-    };
-    if (text[i] == '%' && hex(i + 1) >= 0 && hex(i + 2) >= 0) {
-      out += static_cast<char>(hex(i + 1) * 16 + hex(i + 2));
-      i += 2;
-    } else {
-      out += text[i];
-    }
-  }
-  return out;
 }
 
 json one_model(const ServedModel& m, const std::string& id) {
@@ -136,18 +112,10 @@ json detokenize(const ServedModel& m, const HttpRequest& request) {
 }  // namespace
 
 void Service::add_pages() {
-  const auto file = [this](const char* path, const char* name, const char* type, bool open) {
-    if (const std::string_view text = embedded_file(name); !text.empty())
-      routes_.push_back({"GET", path,
-                         [=](const HttpRequest&, Wake) {
-                           return HttpReply{200, type, std::string(text)};
-                         },
-                         open});
-  };
-  file("/", "page.html", "text/html; charset=utf-8", true);  // a browser opens it before it can be told a key
-  file("/openapi.json", "openapi.json", "application/json", true);
+  router_.add_file("/", "page.html", "text/html; charset=utf-8", true);  // opened before it can be told a key
+  router_.add_file("/openapi.json", "openapi.json", "application/json", true);
 
-  const Handle health = [this](const HttpRequest&, Wake) {
+  const auto health = [this](const HttpRequest&, Wake) {
     const EngineStats e = engine_.stats();
     return json_reply(
         {{"status", "ok"},
@@ -156,41 +124,39 @@ void Service::add_pages() {
          {"pages",
           {{"free", e.free_key_pages + e.free_entry_pages}, {"held", e.held_key_pages + e.held_entry_pages}}}});
   };
-  routes_.push_back({"GET", "/health", health, true});
-  routes_.push_back({"GET", "/version", [this](const HttpRequest&, Wake) {
-                       return json_reply({{"version", options_.version}});
-                     }});
-  routes_.push_back({"GET", "/metrics", [this](const HttpRequest&, Wake) {
-                       const HttpServer* s = server;
-                       return HttpReply{200, "text/plain; version=0.0.4; charset=utf-8",
-                                        metrics_.text(engine_.stats(), s ? s->connections() : 0, model_.name)};
-                     }});
+  router_.add({"GET", "/health", health, true});
+  router_.add({"GET", "/version", [this](const HttpRequest&, Wake) {
+                 return json_reply({{"version", options_.version}});
+               }});
+  router_.add({"GET", "/metrics", [this](const HttpRequest&, Wake) {
+                 const HttpServer* s = server;
+                 return HttpReply{200, "text/plain; version=0.0.4; charset=utf-8",
+                                  metrics_.text(engine_.stats(), s ? s->connections() : 0, model_.name)};
+               }});
 }
 
 void Service::add_models() {
-  routes_.push_back({"GET", "/v1/models", [this](const HttpRequest&, Wake) {
-                       return json_reply({{"object", "list"}, {"data", model_entries(model_)}});
-                     }});
-  routes_.push_back({"GET", "/v1/models/", [this](const HttpRequest& r, Wake) {
-                       return json_reply(one_model(model_, percent_decoded(r.path.substr(sizeof "/v1/models/" - 1))));
-                     }});
-  const Handle load = [this](const HttpRequest& r, Wake wake) -> Answered {
+  router_.add({"GET", "/v1/models", [this](const HttpRequest&, Wake) {
+                 return json_reply({{"object", "list"}, {"data", model_entries(model_)}});
+               }});
+  router_.add({"GET", "/v1/models/", [this](const HttpRequest& r, Wake) {
+                 return json_reply(one_model(model_, percent_decoded(r.path.substr(sizeof "/v1/models/" - 1))));
+               }});
+  const auto load = [this](const HttpRequest& r, Wake wake) -> Answered {
     const Json parsed = parse_body(r.body);
     const Fields body(parsed);
     const std::string name = required_text(body, "lora_name"), path = required_text(body, "lora_path");
     if (name == model_.name) refuse("lora_name", "'" + name + "' is the base model's name", "choose another one");
     return background_.answer([this, name, path] { return load_adapter_reply(model_, name, path); }, std::move(wake));
   };
-  routes_.push_back({"POST", "/v1/load_lora_adapter", load});
-  routes_.push_back(
+  router_.add({"POST", "/v1/load_lora_adapter", load});
+  router_.add(
       {"POST", "/v1/unload_lora_adapter", [this](const HttpRequest& r, Wake) { return unload_adapter(model_, r); }});
-  routes_.push_back(
-      {"POST", "/tokenize", [this](const HttpRequest& r, Wake) { return json_reply(tokenize(model_, r)); }});
-  routes_.push_back(
+  router_.add({"POST", "/tokenize", [this](const HttpRequest& r, Wake) { return json_reply(tokenize(model_, r)); }});
+  router_.add(
       {"POST", "/detokenize", [this](const HttpRequest& r, Wake) { return json_reply(detokenize(model_, r)); }});
-  routes_.push_back({"POST", "/v1/messages/count_tokens", [this](const HttpRequest& r, Wake) {
-                       return json_reply(anthropic_count_tokens(r.body, model_));
-                     }});
+  router_.add({"POST", "/v1/messages/count_tokens",
+               [this](const HttpRequest& r, Wake) { return json_reply(anthropic_count_tokens(r.body, model_)); }});
 }
 
 }  // namespace plumb::serve
