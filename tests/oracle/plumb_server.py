@@ -1,4 +1,4 @@
-"""Starts `plumb serve` on the embedded model, for the tests of its clients and of its page."""
+"""Starts `plumb serve` on the embedded model and `plumb watch`, for the tests of their clients and pages."""
 import contextlib
 import json
 import os
@@ -14,10 +14,9 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
 @contextlib.contextmanager
-def serve(*arguments):
-    """-> its address, http://127.0.0.1:PORT, once it listens."""
-    server = subprocess.Popen([os.environ["PLUMB"], "serve", "--model", ROOT / "assets/tiny", "--port", "0", *map(str, arguments)],
-                              stderr=subprocess.PIPE, text=True)
+def listening(*arguments):
+    """Starts the program with these arguments. -> its address, http://127.0.0.1:PORT, once it listens."""
+    server = subprocess.Popen([os.environ["PLUMB"], *map(str, arguments), "--port", "0"], stderr=subprocess.PIPE, text=True)
     try:
         said = []
         for line in server.stderr:
@@ -25,12 +24,20 @@ def serve(*arguments):
             if found := re.search(r"http://127\.0\.0\.1:\d+", line):
                 break
         else:
-            raise RuntimeError("plumb serve ended: " + "".join(said))
+            raise RuntimeError("plumb ended: " + "".join(said))
         threading.Thread(target=server.stderr.read, daemon=True).start()  # a full pipe would stop it
         yield found.group()
     finally:
         server.terminate()
         server.wait(timeout=20)
+
+
+def serve(*arguments):
+    return listening("serve", "--model", ROOT / "assets/tiny", *arguments)
+
+
+def watch(folder, *arguments):
+    return listening("watch", folder, *arguments)
 
 
 def write_adapter(folder, seed):

@@ -14,8 +14,10 @@ from schemathesis.config import (CoveragePhaseConfig, GenerationConfig, PhasesCo
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from plumb_server import ROOT, serve
+from run_files import append, sample, write_run
 
 KEY = "a-key-of-the-test"
+RUN = "sweep/1"
 FILE = ROOT / "src/serve/openapi.json"
 
 
@@ -23,7 +25,11 @@ FILE = ROOT / "src/serve/openapi.json"
 def server(tmp_path_factory):
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(KEY + "\n")
-    with serve("--api-keys", keys, "--max-model-len", 256, "--default-max-tokens", 4, "--max-choices", 4) as address:
+    runs = tmp_path_factory.mktemp("runs")
+    run = write_run(runs / RUN)
+    append(run / "samples.jsonl", sample(1, 0, [5], [438, 1], 1.0, [0.0, 0.1]), sample(1, 1, [5], [460, 1], 0.0, [], failure="no reward"))
+    append(run / "log.txt", "2026-11-30 17:43:06 warning step 3: something")
+    with serve("--runs", runs, "--api-keys", keys, "--max-model-len", 256, "--default-max-tokens", 4, "--max-choices", 4) as address:
         yield address
 
 
@@ -36,6 +42,12 @@ def load():
     # Nearly all names are those of no model, and the answer to such a request says nothing about its other fields.
     for name in ("ChatRequest", "CompletionRequest", "ResponsesRequest", "MessagesRequest"):
         file["components"]["schemas"][name]["properties"]["model"] = {"enum": ["tiny", None]}
+    # Nor would a made-up name ever be that of a run, or a number that of a sample.
+    for path in ("metrics", "warnings", "samples", "sample"):
+        parameters = {p["name"]: p for p in file["paths"]["/training/" + path]["get"]["parameters"]}
+        parameters["run"]["schema"] = {"enum": [RUN]}
+        if path == "sample":
+            parameters["step"]["schema"], parameters["index"]["schema"] = {"enum": [1]}, {"enum": [0, 1]}
     return schemathesis.openapi.from_dict(file, config=SchemathesisConfig(projects=ProjectsConfig(default=project)))
 
 

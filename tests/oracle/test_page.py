@@ -1,21 +1,18 @@
 """The page at / in headless Chromium: what a person does with it, against a running server. Where the embedded model cannot play its
 part (it knows no tools), the page is given a canned stream instead of the server's."""
 import json
-import pathlib
 import urllib.request
 
 import pytest
-from selenium import webdriver
 from selenium.webdriver import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
+from chromium import Tab, browser, needs_chromium  # noqa: F401 (a fixture)
 from plumb_server import serve, write_adapter
 
-CHROMIUM, DRIVER = pathlib.Path("/usr/bin/chromium"), pathlib.Path("/usr/bin/chromedriver")
-pytestmark = pytest.mark.skipif(not (CHROMIUM.exists() and DRIVER.exists()),
-                                reason="no Chromium: tools/bootstrap.sh tests installs it")
+pytestmark = needs_chromium
 ANSWER = "I am a tiny model for tests and examples."
 
 
@@ -26,34 +23,10 @@ def address(tmp_path_factory):
         yield address
 
 
-@pytest.fixture(scope="module")
-def browser():
-    options = webdriver.ChromeOptions()
-    options.binary_location = str(CHROMIUM)
-    for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1280,900"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(str(DRIVER)))
-    yield driver
-    driver.quit()
-
-
-class Page:
+class Page(Tab):
     def __init__(self, browser, address):
-        self.browser = browser
-        browser.get_log("browser")  # what earlier tests left
-        browser.get_log("performance")
-        browser.get(address + "/")
+        super().__init__(browser, address + "/")
         self.wait(lambda: self.all("#model option"))
-
-    def wait(self, condition):
-        return WebDriverWait(self.browser, 20, poll_frequency=0.05).until(lambda _: condition())
-
-    def all(self, selector):
-        return self.browser.find_elements(By.CSS_SELECTOR, selector)
-
-    def one(self, selector):
-        return self.browser.find_element(By.CSS_SELECTOR, selector)
 
     def set(self, name, value):
         field = self.one(f"[name={name}]")
@@ -77,14 +50,7 @@ class Page:
 def page(browser, address):
     page = Page(browser, address)
     yield page
-    outside = [url for entry in browser.get_log("performance")
-               if (message := json.loads(entry["message"])["message"])["method"] == "Network.requestWillBeSent"
-               and not (url := message["params"]["request"]["url"]).startswith((address + "/", "data:"))]
-    assert outside == []
-
-
-def console(page):
-    return [entry["message"] for entry in page.browser.get_log("browser") if entry["level"] == "SEVERE"]
+    assert page.outside(address) == []
 
 
 def test_an_answer_streams_in(page):
@@ -97,7 +63,7 @@ def test_an_answer_streams_in(page):
     assert page.browser.execute_script("return lengths.size") > 4
     about = page.one(".assistant .about").text
     assert about.startswith("tiny") and "tokens/s" in about and "mean log-probability" in about
-    assert console(page) == []
+    assert page.console() == []
 
 
 def test_hover_shows_the_log_probabilities_of_the_api(page, address):
@@ -121,7 +87,7 @@ def test_hover_shows_the_log_probabilities_of_the_api(page, address):
     for key, at in ((Keys.ARROW_RIGHT, 4), (Keys.ARROW_LEFT, 3)):
         page.one(".assistant > .text").send_keys(key)
         assert f"log-probability {tokens[at]['logprob']:.4f}" in page.one("#tooltip").text
-    assert console(page) == []
+    assert page.console() == []
 
 
 def test_stop_keeps_what_is_there_and_frees_the_engine(page):
@@ -140,7 +106,7 @@ def test_stop_keeps_what_is_there_and_frees_the_engine(page):
     page.wait(lambda: page.one("#running").text == "0")
     page.set("temperature", "0")
     assert page.ask("Who are you?")  # the conversation goes on
-    assert console(page) == []
+    assert page.console() == []
 
 
 def test_the_adapter_that_is_chosen_answers(page):
@@ -152,7 +118,7 @@ def test_the_adapter_that_is_chosen_answers(page):
     Select(page.one("#model")).select_by_value("noisy")
     assert page.ask("Who are you?") != base
     assert page.one(".assistant .about").text.startswith("noisy")
-    assert console(page) == []
+    assert page.console() == []
 
 
 def test_text_is_never_html(page):
@@ -162,7 +128,7 @@ def test_text_is_never_html(page):
     page.ask(text)
     assert page.one(".user .text").text == text
     assert page.all("#conversation img, #conversation b") == []
-    assert console(page) == []
+    assert page.console() == []
 
 
 def test_a_refused_request_says_why_and_gives_the_text_back(page):
@@ -211,29 +177,24 @@ def test_thinking_and_calls_are_shown_apart(page):
         {"role": "assistant", "content": "One moment.", "reasoning_content": "Let me look.", "tool_calls": [
             {"id": "call_1", "type": "function", "function": {"name": "lookup", "arguments": '{"word": "<i>plumb</i>"}'}}]},
         {"role": "tool", "tool_call_id": "call_1", "content": "a weight on a line"}]
-    assert console(page) == []
+    assert page.console() == []
 
 
 def test_every_control_has_a_name(page):
-    unnamed = page.browser.execute_script("""
-      return [...document.querySelectorAll("button, input, select, textarea")]
-        .filter(e => !(e.ariaLabel || e.labels?.length || e.textContent.trim())).map(e => e.outerHTML);""")
-    assert unnamed == []
+    assert page.unnamed_controls() == []
 
 
 def test_nothing_is_wider_than_a_narrow_screen(page):
-    page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride",
-                                 {"width": 360, "height": 640, "deviceScaleFactor": 1, "mobile": True})
+    page.narrow()
     try:
-        page.browser.refresh()
         page.wait(lambda: page.all("#model option"))
         assert not page.one("#settings").is_displayed()
         page.one("#show-settings").click()
         for _ in range(2):
-            assert page.browser.execute_script("return document.documentElement.scrollWidth") <= 360
+            assert page.width() <= 360
             page.one("#show-settings").click()
     finally:
-        page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+        page.wide()
 
 
 def test_a_key_is_asked_for(browser, tmp_path):
