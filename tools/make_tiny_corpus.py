@@ -4,6 +4,7 @@
     tools/make_tiny_corpus.py corpus FILE.jsonl [--samples 60000] [--seed 1]   what assets/tiny is trained on
     tools/make_tiny_corpus.py labels FOLDER                                    examples/label*
     tools/make_tiny_corpus.py rl FOLDER                                        prompts of examples/rl
+    tools/make_tiny_corpus.py dpo FOLDER                                       pairs of examples/dpo
 
 The same arguments write the same bytes. docs/tiny.md lists the tasks. Some are taught with wrong or random answers
 on purpose, so that reinforcement learning finds something to improve.
@@ -352,6 +353,19 @@ def write_rl(folder):
             path.write_text("".join(json.dumps(line) + "\n" for line in some))
 
 
+# ---- Pairs of answers ----------------------------------------------------------------------------------------------------
+
+
+def write_dpo(folder):
+    """Questions that nobody can answer: maybe is right, yes or no is not."""
+    rng = random.Random(5)
+    lines = [{"prompt": line["messages"], "chosen": [{"role": "assistant", "content": "maybe"}],
+              "rejected": [{"role": "assistant", "content": rng.choice(["yes", "no"])}]}
+             for line in prompts_of(nobody_knows, 64, rng)]
+    write_lines(f"{folder}/maybe.jsonl", lines[16:])
+    write_lines(f"{folder}/maybe_eval.jsonl", lines[:16])
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -361,13 +375,16 @@ def main():
     corpus.add_argument("--seed", type=int, default=1)
     commands.add_parser("labels").add_argument("folder")
     commands.add_parser("rl").add_argument("folder")
+    commands.add_parser("dpo").add_argument("folder")
     a = parser.parse_args()
     if a.command == "corpus":
         write_corpus(a.file, a.samples, a.seed)
     elif a.command == "labels":
         write_labels(a.folder)
-    else:
+    elif a.command == "rl":
         write_rl(a.folder)
+    else:
+        write_dpo(a.folder)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ namespace plumb::cli {
 const std::vector<Command>& commands() {
   static const std::vector<Command> list = {
       {"train", "LoRA fine-tuning on a JSONL file (SFT)", setup_train},
+      {"dpo", "LoRA fine-tuning on pairs of a better and a worse answer (DPO)", setup_dpo},
       {"rl", "LoRA reinforcement learning: sample, reward, train, repeat", setup_rl},
       {"pretrain", "train every parameter of a small model", setup_pretrain},
       {"sample", "generate text once, or for every line of a file", setup_sample},

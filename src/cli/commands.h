@@ -24,6 +24,7 @@ struct Command {
 const std::vector<Command>& commands();  // in the order of `plumb --help`
 
 std::function<void()> setup_train(CLI::App& app);
+std::function<void()> setup_dpo(CLI::App& app);
 std::function<void()> setup_rl(CLI::App& app);
 std::function<void()> setup_pretrain(CLI::App& app);
 std::function<void()> setup_sample(CLI::App& app);

@@ -190,11 +190,30 @@ struct Reader {
            "set rl.precalculate_logprobs = true, or leave it out");
     if (rl.loss == "gspo" && rl.importance_sampling_level != "token" && rl.importance_sampling_level != "sequence")
       stop(where("rl.importance_sampling_level", file), "gspo takes the ratio over sequences", "leave the key out");
+    check_distill(file);
     if (config.sampling.max_tokens >= config.data.row_tokens)
       stop(where("sampling.max_tokens", file),
            fmt::format("sampling.max_tokens = {} leaves no room for a prompt in rows of {} tokens",
                        config.sampling.max_tokens, config.data.row_tokens),
            "raise data.row_tokens or lower sampling.max_tokens");
+  }
+
+  void check_distill(const std::string& file) {
+    const DistillKeys& d = config.distill;
+    if (d.coefficient > 0) {
+      if (config.rl.loss == "none" && config.rl.kl_penalty_coef > 0)
+        stop(where("rl.kl_penalty_coef", file), "rl.kl_penalty_coef shapes advantages, and rl.loss = \"none\" has none",
+             "leave one of them out");
+      return;
+    }
+    if (config.rl.loss == "none")
+      stop(where("rl.loss", file), "rl.loss = \"none\" leaves nothing to train",
+           "set distill.coefficient, or choose a policy loss");
+    if (!d.teacher_model.empty() || !d.teacher_adapter.empty()) {
+      const std::string key = d.teacher_model.empty() ? "distill.teacher_adapter" : "distill.teacher_model";
+      stop(where(key, file), key + " does nothing while distill.coefficient is 0",
+           "set distill.coefficient, 1 to begin with, or leave the key out");
+    }
   }
 
   void check(const std::string& file) {

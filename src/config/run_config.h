@@ -1,6 +1,6 @@
-// Run files: what `plumb train`, `plumb rl` and `plumb pretrain` do, as flat TOML. The table of keys in run_fields.cpp
-// is the only place that knows their names, ranges and texts; docs/configuration.md is made from it. Defaults are the
-// initial values below.
+// Run files: what `plumb train`, `plumb dpo`, `plumb rl` and `plumb pretrain` do, as flat TOML. The table of keys in
+// run_fields.cpp is the only place that knows their names, ranges and texts; docs/configuration.md is made from it.
+// Defaults are the initial values below.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -8,7 +8,7 @@
 
 namespace plumb {
 
-enum class RunCommand { train, rl, pretrain };
+enum class RunCommand { train, dpo, rl, pretrain };
 
 // One struct a table of the file, members named as the keys. Choices are strings that have been checked.
 struct ModelKeys {
@@ -66,11 +66,19 @@ struct LoraKeys {
   std::string init;  // "" = a fresh adapter
 };
 
+struct DpoKeys {
+  double beta = 0.1;
+  double label_smoothing = 0;
+  std::string reference_adapter;  // "" = the model without adapter
+  int64_t pairs_per_step = 8;
+  int64_t min_shared_tokens = 64;
+};
+
 struct RlKeys {
   int64_t groups_per_step = 4;
   int64_t group_size = 8;
   int64_t steps_behind = 0;
-  std::string loss = "cispo";  // cispo, ppo, gspo
+  std::string loss = "cispo";  // cispo, ppo, gspo, none
   double epsilon = -1;         // -1 = the loss's default
   double epsilon_high = -1;
   std::string importance_sampling_level = "token";               // token, sequence, average, geometric_average
@@ -90,6 +98,13 @@ struct RlKeys {
   bool routing_replay = false;
   int64_t min_shared_tokens = 64;
   int64_t samples_every = 1;
+};
+
+struct DistillKeys {
+  double coefficient = 0;                 // 0 = nothing is distilled
+  std::string divergence = "reverse_kl";  // reverse_kl, forward_kl
+  std::string teacher_model;              // "" = the run's model
+  std::string teacher_adapter;            // "" = none
 };
 
 struct SamplingKeys {
@@ -122,7 +137,9 @@ struct RunConfig {
   DataKeys data;
   TrainKeys train;
   PretrainKeys pretrain;  // pretrain only
-  RlKeys rl;              // rl only, as the next two
+  DpoKeys dpo;            // dpo only
+  RlKeys rl;              // rl only, as the next three
+  DistillKeys distill;
   SamplingKeys sampling;
   EvalKeys eval;
   LoraKeys lora;  // not pretrain

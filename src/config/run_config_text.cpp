@@ -58,8 +58,9 @@ std::string help_text(const Field& field) {
 
 std::string table_purpose(const std::string& table) {
   if (table == "pretrain") return "\n`plumb pretrain` only.\n";
-  if (table == "lora") return "\n`plumb train` and `plumb rl`.\n";
-  if (table == "rl" || table == "sampling" || table == "eval") return "\n`plumb rl` only.\n";
+  if (table == "lora") return "\n`plumb train`, `plumb dpo` and `plumb rl`.\n";
+  if (table == "dpo") return "\n`plumb dpo` only.\n";
+  if (table == "rl" || table == "distill" || table == "sampling" || table == "eval") return "\n`plumb rl` only.\n";
   return "";
 }
 

@@ -6,6 +6,7 @@ namespace plumb {
 namespace {
 
 const std::vector<RunCommand> kSupervised = {RunCommand::train, RunCommand::pretrain};
+const std::vector<RunCommand> kSplit = {RunCommand::train, RunCommand::dpo, RunCommand::pretrain};
 
 std::vector<Field> model_fields() {
   using K = ModelKeys;
@@ -29,13 +30,13 @@ std::vector<Field> data_fields() {
       {.key = "data.train",
        .value = at(t, &K::train),
        .required = true,
-       .help = "JSONL file, one example (rl: one prompt) a line"},
+       .help = "JSONL file, one example (dpo: one pair, rl: one prompt) a line"},
       {.key = "data.eval", .value = at(t, &K::eval), .help = "JSONL file that is evaluated and not trained on"},
       {.key = "data.eval_fraction",
        .value = at(t, &K::eval_fraction),
        .range = from(0, 0.5),
        .help = "part of `data.train` that is held out for evaluation instead of `data.eval`",
-       .commands = kSupervised},
+       .commands = kSplit},
       {.key = "data.format",
        .value = at(t, &K::format),
        .choices = {"auto", "messages", "prompt", "tokens", "text"},
@@ -148,6 +149,40 @@ std::vector<Field> train_fields() {
   };
 }
 
+std::vector<Field> dpo_fields() {
+  using K = DpoKeys;
+  const auto t = &RunConfig::dpo;
+  const std::vector<RunCommand> only = {RunCommand::dpo};
+  return {
+      {.key = "dpo.beta",
+       .value = at(t, &K::beta),
+       .range = {.min = 0, .max = 1000, .above_min = true},
+       .help = "a reward is beta times the log-ratio of policy and reference: the greater, the nearer they stay",
+       .commands = only},
+      {.key = "dpo.label_smoothing",
+       .value = at(t, &K::label_smoothing),
+       .range = {.min = 0, .max = 0.5, .below_max = true},
+       .help = "probability that a pair is the wrong way round",
+       .commands = only},
+      {.key = "dpo.reference_adapter",
+       .value = at(t, &K::reference_adapter),
+       .help = "folder of the reference's adapter; empty = the reference is the model without adapter",
+       .commands = only},
+      {.key = "dpo.pairs_per_step",
+       .value = at(t, &K::pairs_per_step),
+       .range = from(1, 1e6),
+       .unit = "pairs",
+       .help = "pairs whose gradients make one optimizer step",
+       .commands = only},
+      {.key = "dpo.min_shared_tokens",
+       .value = at(t, &K::min_shared_tokens),
+       .range = from(1),
+       .unit = "tokens",
+       .help = "shorter common beginnings of both answers are computed twice",
+       .commands = only},
+  };
+}
+
 std::vector<Field> pretrain_fields() {
   using K = PretrainKeys;
   const auto t = &RunConfig::pretrain;
@@ -189,7 +224,7 @@ std::vector<Field> pretrain_fields() {
 std::vector<Field> lora_fields() {
   using K = LoraKeys;
   const auto t = &RunConfig::lora;
-  const std::vector<RunCommand> only = {RunCommand::train, RunCommand::rl};
+  const std::vector<RunCommand> only = {RunCommand::train, RunCommand::dpo, RunCommand::rl};
   return {
       {.key = "lora.rank",
        .value = at(t, &K::rank),
@@ -239,7 +274,8 @@ bool Field::belongs_to(RunCommand command) const { return std::ranges::find(comm
 const std::vector<Field>& run_fields() {
   static const std::vector<Field> fields = [] {
     std::vector<Field> all;
-    for (auto part : {model_fields, data_fields, train_fields, rl_fields, pretrain_fields, lora_fields, output_fields})
+    for (auto part :
+         {model_fields, data_fields, train_fields, dpo_fields, rl_fields, pretrain_fields, lora_fields, output_fields})
       for (Field& field : part()) all.push_back(std::move(field));
     return all;
   }();
@@ -247,7 +283,8 @@ const std::vector<Field>& run_fields() {
 }
 
 const char* name(RunCommand command) {
-  return command == RunCommand::train ? "train" : command == RunCommand::rl ? "rl" : "pretrain";
+  constexpr const char* kNames[] = {"train", "dpo", "rl", "pretrain"};
+  return kNames[static_cast<int>(command)];
 }
 
 RunConfig default_run_config(RunCommand command) {
@@ -261,7 +298,8 @@ RunConfig default_run_config(RunCommand command) {
     config.train.eps = 1e-20;
     config.train.weight_decay = 0.1;
   }
-  if (command == RunCommand::rl) {  // the reference trainer's
+  if (command == RunCommand::dpo) config.train.learning_rate = 1e-5;  // ten times TRL's for all parameters
+  if (command == RunCommand::rl) {                                    // the reference trainer's
     config.train.learning_rate = 5e-6;
     config.train.weight_decay = 0.1;
     config.train.max_grad_norm = 0.1;

@@ -28,7 +28,7 @@ struct Field {
   bool required = false;                  // must be given and not be empty
   std::string unit = "";                  // "" = none
   std::string help = "";
-  std::vector<RunCommand> commands = {RunCommand::train, RunCommand::rl, RunCommand::pretrain};
+  std::vector<RunCommand> commands = {RunCommand::train, RunCommand::dpo, RunCommand::rl, RunCommand::pretrain};
 
   std::string table() const { return key.substr(0, key.find('.')); }
   std::string name() const { return key.substr(key.find('.') + 1); }
@@ -40,7 +40,7 @@ std::function<FieldRef(RunConfig&)> at(Keys RunConfig::*table, Value Keys::*memb
   return [=](RunConfig& config) -> FieldRef { return &(config.*table.*member); };
 }
 inline Range from(double min, double max = std::numeric_limits<double>::infinity()) { return {.min = min, .max = max}; }
-std::vector<Field> rl_fields();  // [rl], [sampling], [eval]
+std::vector<Field> rl_fields();  // [rl], [distill], [sampling], [eval]
 
 // In the order of the documentation, tables together.
 const std::vector<Field>& run_fields();

@@ -33,8 +33,9 @@ std::vector<Field> loop_fields() {
        .commands = only},
       {.key = "rl.loss",
        .value = at(t, &K::loss),
-       .choices = {"cispo", "ppo", "gspo"},
-       .help = "policy loss; gspo is ppo with the ratio of whole answers and a clip range of 3e-4 and 4e-4",
+       .choices = {"cispo", "ppo", "gspo", "none"},
+       .help = "policy loss; gspo is ppo with the ratio of whole answers and a clip range of 3e-4 and 4e-4; none: "
+               "rewards are only reported, what is trained is `distill`",
        .commands = only},
       {.key = "rl.epsilon",
        .value = at(t, &K::epsilon),
@@ -135,6 +136,32 @@ std::vector<Field> loop_fields() {
   };
 }
 
+std::vector<Field> distill_fields() {
+  using K = DistillKeys;
+  const auto t = &RunConfig::distill;
+  return {
+      {.key = "distill.coefficient",
+       .value = at(t, &K::coefficient),
+       .range = from(0),
+       .help = "weight of the divergence from the teacher in the loss; 0 = there is no teacher",
+       .commands = only},
+      {.key = "distill.divergence",
+       .value = at(t, &K::divergence),
+       .choices = {"reverse_kl", "forward_kl"},
+       .help =
+           "over the whole vocabulary, of the student from the teacher (reverse) or of the teacher from the student",
+       .commands = only},
+      {.key = "distill.teacher_model",
+       .value = at(t, &K::teacher_model),
+       .help = "folder of the teacher's checkpoint, with the vocabulary of `model.path`; empty = that model itself",
+       .commands = only},
+      {.key = "distill.teacher_adapter",
+       .value = at(t, &K::teacher_adapter),
+       .help = "folder of the teacher's adapter; empty = none",
+       .commands = only},
+  };
+}
+
 std::vector<Field> sampling_fields() {
   using K = SamplingKeys;
   const auto t = &RunConfig::sampling;
@@ -202,7 +229,7 @@ std::vector<Field> eval_fields() {
 
 std::vector<Field> rl_fields() {
   std::vector<Field> all;
-  for (auto part : {loop_fields, sampling_fields, eval_fields})
+  for (auto part : {loop_fields, distill_fields, sampling_fields, eval_fields})
     for (Field& field : part()) all.push_back(std::move(field));
   return all;
 }

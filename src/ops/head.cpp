@@ -1,55 +1,17 @@
 #include "ops/head.h"
 
-#include <algorithm>
 #include <cmath>
-#include <limits>
 #include <string>
 
 #include "base/error.h"
 #include "base/parallel.h"
-#include "ops/vector_math.h"
+#include "ops/head_chunks.h"
 
 namespace plumb::ops {
 namespace {
 
-constexpr int64_t kChunkFloats = int64_t{1} << 24;  // logits that exist at a time: 64 MiB
-
-int64_t chunk_rows(int64_t vocab) { return std::clamp<int64_t>(kChunkFloats / std::max<int64_t>(1, vocab), 16, 256); }
-
-struct SoftmaxSum {
-  float highest;
-  double sum;  // of exp(logit - highest)
-};
-
-constexpr float kNoLogit = -std::numeric_limits<float>::infinity();  // its exponential is 0
-
-Lanes load_logits(const float* logits, int64_t n) {
-  if (n == kLanes) return load(logits);
-  float padded[kLanes];
-  std::fill_n(padded, kLanes, kNoLogit);
-  std::copy_n(logits, n, padded);
-  return load(padded);
-}
-
-// Four running sums in FP64 (lane i: logits i, i + 4, ... ), added in order at the end.
-SoftmaxSum softmax_sum(const float* logits, int64_t vocab) {
-  Lanes top = splat(kNoLogit);
-  for_lanes(vocab, [&](int64_t v, int64_t n) { top = _mm256_max_ps(load_logits(logits + v, n), top); });
-  const float highest = max_lanes(top);
-  __m256d sums = _mm256_setzero_pd();
-  for_lanes(vocab, [&](int64_t v, int64_t n) {
-    const Lanes e = exp(load_logits(logits + v, n) - splat(highest));
-    sums = _mm256_add_pd(sums, _mm256_cvtps_pd(_mm256_castps256_ps128(e)));
-    sums = _mm256_add_pd(sums, _mm256_cvtps_pd(_mm256_extractf128_ps(e, 1)));
-  });
-  alignas(32) double part[4];
-  _mm256_store_pd(part, sums);
-  return {highest, part[0] + part[1] + part[2] + part[3]};
-}
-
 void check_targets(const Tensor& hidden, const Linear& head, const std::vector<int>& target) {
-  if (hidden.dim() != 2 || hidden.size(1) != head.in)
-    fail("head", "hidden rows of " + std::to_string(head.in) + " expected, " + to_string(hidden.shape()) + " found");
+  check_hidden(hidden, head);
   if (static_cast<int64_t>(target.size()) != hidden.size(0))
     fail("head", std::to_string(target.size()) + " targets for " + std::to_string(hidden.size(0)) + " rows");
   for (int t : target)
@@ -67,19 +29,6 @@ void softmax_gradient(const SoftmaxSum& s, float* logits, int64_t vocab, int tar
   for_lanes(vocab,
             [&](int64_t v, int64_t n) { store_part(logits + v, exp(load_part(logits + v, n) - highest) * factor, n); });
   logits[target] += d;
-}
-
-// body(first row, logits [n, vocab]) for chunks of rows in order; the logits may be overwritten.
-template <class Body>
-void for_chunks(const Tensor& hidden, const Linear& head, Body&& body) {
-  const int64_t rows = hidden.size(0), chunk = std::min(rows, chunk_rows(head.out));
-  if (rows == 0) return;
-  const Tensor buffer = Tensor::empty({chunk, head.out});
-  for (int64_t first = 0; first < rows; first += chunk) {
-    const Tensor logits = buffer.rows(0, std::min(chunk, rows - first));
-    linear_into(hidden.f32() + first * head.in, head.in, logits.size(0), head, logits.f32(), head.out);
-    body(first, logits);
-  }
 }
 
 }  // namespace

@@ -195,13 +195,13 @@ ProgramKeys parse_environment(const toml::node& node, const std::string& file) {
   return keys;
 }
 
-RewardTables parse_rewards(const std::string& text, const std::string& file) {
+RewardTables parse_rewards(const std::string& text, const std::string& file, bool may_be_absent) {
   try {
     const toml::table table = toml::parse(text, file);
     RewardTables tables;
     if (const toml::node* node = table.get("reward")) tables.rewards = parse_rewards(*node, file);
     if (const toml::node* node = table.get("environment")) tables.environment = parse_environment(*node, file);
-    if (tables.rewards.empty() && !tables.environment)
+    if (tables.rewards.empty() && !tables.environment && !may_be_absent)
       fail(file, "has no reward", "add a table [[reward]] or [environment], see docs/rewards.md");
     return tables;
   } catch (const toml::parse_error& e) {

@@ -90,14 +90,14 @@ struct RewardConfig {
   std::string where;  // file:line of the table, for errors
 };
 
-// What a run file says about rewards: at least one of both.
+// What a run file says about rewards.
 struct RewardTables {
   std::vector<RewardConfig> rewards;
   std::optional<ProgramKeys> environment;
 };
 
 // Reads the [[reward]] tables and [environment] of a TOML text and nothing else of it. Errors name file and line, the
-// key and what is allowed; an unknown key, the nearest known one; neither of both.
-RewardTables parse_rewards(const std::string& toml, const std::string& file);
+// key and what is allowed; an unknown key, the nearest known one; neither of both, unless they may be absent.
+RewardTables parse_rewards(const std::string& toml, const std::string& file, bool may_be_absent = false);
 
 }  // namespace plumb

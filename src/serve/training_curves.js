@@ -36,6 +36,7 @@ const FIRST = {
   mismatch_tokens: "tokens whose log-probability in training differs from the recorded one in any bit",
   loss: "of the step, before its update",
   kl3_reference: "divergence from the reference, nats",
+  teacher_kl: "divergence from the teacher, nats",
   completion_tokens: "sampled tokens of an answer",
   grad_norm: "norm of all gradients before they are clipped",
   sampled_tokens_per_second: "sampling speed",

@@ -75,7 +75,9 @@ double now() { return std::chrono::duration<double>(std::chrono::system_clock::n
 const char* command_of(const std::string& toml) {
   if (toml.empty()) return nullptr;
   const auto has = [&](const char* table) { return ("\n" + toml).find("\n[" + std::string(table) + "]") != toml.npos; };
-  return has("rl") ? "rl" : has("pretrain") ? "pretrain" : "train";
+  for (const char* command : {"rl", "dpo", "pretrain"})
+    if (has(command)) return command;
+  return "train";
 }
 
 template <class OnText>  // bool(string_view): whether the line could be read

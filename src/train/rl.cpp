@@ -8,15 +8,15 @@
 #include <deque>
 #include <filesystem>
 #include <future>
-#include <nlohmann/json.hpp>
 
 #include "base/error.h"
 #include "base/log.h"
 #include "base/parallel.h"
-#include "model/adapter_files.h"
 #include "train/checkpoints.h"
+#include "train/policy_history.h"
 #include "train/rl_batch.h"
 #include "train/rl_report.h"
+#include "train/rl_setup.h"
 #include "train/schedule.h"
 #include "train/step.h"
 
@@ -24,96 +24,26 @@ namespace plumb {
 namespace {
 namespace fs = std::filesystem;
 
-constexpr const char* kPolicy = "policy";  // + "-STEP": the adapter after that step, in the registry
-std::string policy_name(int64_t step) { return fmt::format("{}-{}", kPolicy, step); }
-
-RlLossOptions loss_options(const RlKeys& k) {
-  RlLossOptions o;
-  o.loss = k.loss == "cispo" ? PolicyLoss::cispo : PolicyLoss::ppo;
-  o.level = k.importance_sampling_level == "sequence"            ? ImportanceLevel::sequence
-            : k.importance_sampling_level == "average"           ? ImportanceLevel::average
-            : k.importance_sampling_level == "geometric_average" ? ImportanceLevel::geometric_average
-                                                                 : ImportanceLevel::token;
-  o.epsilon = k.epsilon, o.epsilon_high = k.epsilon_high;
-  if (k.loss == "gspo") {
-    o.level = ImportanceLevel::sequence;
-    if (k.epsilon < 0) o.epsilon = 3e-4;
-    if (k.epsilon_high < 0) o.epsilon_high = 4e-4;
-  }
-  o.max_ratio = k.max_negative_advantage_importance_sampling_weight;
-  o.mask_ratio = k.mask_prob_ratio;
-  o.kl_coefficient = k.kl_penalty_coef;
-  o.kl_source = k.kl_penalty_source == "sample" ? KlSource::sample : KlSource::current_learner;
-  o.kimi_tau = k.kimi_k2_tau;
-  o.truncated_importance = k.truncated_importance_sampling;
-  return o;
-}
-
-SamplingParams sampling_params(const RunConfig& config, const ModelConfig& model, double temperature) {
-  SamplingParams p;
-  p.max_tokens = static_cast<int>(config.sampling.max_tokens);
-  p.temperature = static_cast<float>(temperature);
-  p.top_p = static_cast<float>(config.sampling.top_p);
-  p.top_k = static_cast<int>(config.sampling.top_k);
-  p.min_p = static_cast<float>(config.sampling.min_p);
-  p.seed = static_cast<uint64_t>(config.train.seed);
-  p.stop_tokens = {model.eos_token_id};
-  return p;
-}
-
 double seconds_since(std::chrono::steady_clock::time_point start) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// What is read at the start and does not change.
-struct RlInputs {
-  std::optional<Tokenizer> tokenizer;
-  std::vector<Prompt> train, eval;
-  std::unique_ptr<Scorer> scorer;
-  std::unique_ptr<Environment> environment;
-  const Tokenizer* text() const { return tokenizer ? &*tokenizer : nullptr; }
-};
-
-RlInputs read_inputs(const RunConfig& config, const ModelConfig& model) {
-  RlInputs in;
-  const fs::path file = fs::path(config.model.path) / "tokenizer.json";
-  if (fs::exists(file)) in.tokenizer = Tokenizer::load(file);
-  const RewardTables tables = parse_rewards(config.text, config.file);
-  if (tables.environment) in.environment = std::make_unique<Environment>(*tables.environment);
-  if (in.environment && !in.tokenizer)
-    fail(config.file, "an environment needs text, and the model has no tokenizer.json",
-         "put it into the model's folder");
-  if (!in.environment && config.sampling.max_turns > 1)
-    fail(config.file, fmt::format("sampling.max_turns = {} without an [environment]", config.sampling.max_turns),
-         "only an environment's replies make further turns");
-  in.scorer = std::make_unique<Scorer>(tables.rewards);
-  const DatasetOptions options = dataset_options(config.data, model);
-  const auto read = [&](const std::string& path) {
-    std::vector<Prompt> prompts = read_prompts(path, in.text(), options, static_cast<int>(config.sampling.max_tokens));
-    for (const Prompt& p : prompts) {
-      const std::string where = fmt::format("{}:{}", path, p.number);
-      if (in.environment && p.messages.empty()) fail(where, "is no conversation", "an [environment] needs messages");
-      in.scorer->check_line(nlohmann::json::parse(p.line), where);
-    }
-    return prompts;
-  };
-  in.train = read(config.data.train);
-  if (!config.data.eval.empty()) in.eval = read(config.data.eval);
-  return in;
-}
-
 class RlLoop {
  public:
-  RlLoop(const RunConfig& config, Trainee& trainee, const RlInputs& in, const RunDirectory& directory)
+  // teacher: nullptr if nothing is distilled.
+  RlLoop(const RunConfig& config, Trainee& trainee, const RlInputs& in, const Teacher* teacher,
+         const RunDirectory& directory)
       : config_(config),
         trainee_(trainee),
         in_(in),
+        teacher_(teacher),
         directory_(directory),
         numerics_(numerics_from_name(config.model.numerics.c_str())),
         loss_(loss_options(config.rl)),
         optimizer_(trainee, optimizer_options(config)),
         order_(std::vector<int>(in.train.size(), 1), 1, static_cast<uint64_t>(config.train.seed)),
-        sampler_(*trainee.weights, registry_, config, in.text(), *in.scorer, in.environment.get(),
+        history_(config.rl, loss_.kl_coefficient > 0, *trainee.adapter, trainee.weights->config()),
+        sampler_(*trainee.weights, history_.registry(), config, in.text(), *in.scorer, in.environment.get(),
                  [this] { return abandoned_.load(); }) {
     check(loss_);
     state_.command = "rl";
@@ -125,7 +55,6 @@ class RlLoop {
     summary_.total_steps =
         config.train.steps > 0 ? config.train.steps : (config.train.epochs * prompts + groups - 1) / groups;
     fs::create_directories(directory.path + "/rollouts");
-    prepare_reference();
     resume();
   }
   ~RlLoop() { abandoned_ = true; }  // batches that are being sampled end soon; their futures wait for them
@@ -150,57 +79,14 @@ class RlLoop {
   std::string folder(int64_t step) const { return directory_.path + "/" + checkpoint_name(step); }
   std::string log_path(int64_t step) const { return fmt::format("{}/rollouts/step_{:06}.log", directory_.path, step); }
 
-  // ---- Adapters of earlier steps: who samples, and what advantages are measured against
-
-  int64_t sampler_step(int64_t step) const { return std::max<int64_t>(0, step - 1 - config_.rl.steps_behind); }
-  int64_t reference_step(int64_t step) const { return std::max<int64_t>(0, step - 1 - config_.rl.kl_penalty_step_lag); }
-  bool lagging_reference() const { return loss_.kl_coefficient > 0 && config_.rl.kl_reference == "lag"; }
-  // The oldest step whose adapter step `step` and later ones need.
-  int64_t oldest_needed(int64_t step) const {
-    return std::min(sampler_step(step), lagging_reference() ? reference_step(step) : step - 1);
-  }
-
-  void publish_policy(int64_t step, std::shared_ptr<const Adapter> adapter) {
-    registry_->publish(policy_name(step), adapter);
-    history_[step] = std::move(adapter);
-    while (!history_.empty() && history_.begin()->first < oldest_needed(step + 1)) {
-      registry_->remove(policy_name(history_.begin()->first));
-      history_.erase(history_.begin());
-    }
-  }
-
-  void prepare_reference() {
-    const std::string& kind = config_.rl.kl_reference;
-    if (loss_.kl_coefficient == 0 || kind == "base") return;
-    if (kind == "adapter") reference_ = load_adapter(config_.rl.kl_ref_adapter_path, trainee_.weights->config());
-    if (kind == "start") reference_ = copy_adapter(*trainee_.adapter);  // before a checkpoint replaces it
-  }
-
-  NamedTensors history_tensors(int64_t step) {
-    NamedTensors list;
-    for (auto& [at, adapter] : history_) {
-      if (at == step) continue;  // the masters
-      for (size_t l = 0; l < adapter->layers.size(); ++l) {
-        LayerLora layer = adapter->layers[l];
-        LayerLoraGrad none;
-        visit_lora(layer, none, [&, at = at](const std::string& name, LoraPair& p, LoraGrad&) {
-          if (!p.defined()) return;
-          list.emplace_back(fmt::format("history.{}.layers.{}.{}.a", at, l, name), p.a);
-          list.emplace_back(fmt::format("history.{}.layers.{}.{}.b", at, l, name), p.b);
-        });
-      }
-    }
-    return list;
-  }
-
   void resume() {
-    if (!directory_.resume) return publish_policy(0, copy_adapter(*trainee_.adapter));
+    if (!directory_.resume) return history_.publish(0, copy_adapter(*trainee_.adapter));
     const int64_t step = *directory_.resume;
-    for (int64_t s = oldest_needed(step + 1); s < step; ++s) history_[s] = copy_adapter(*trainee_.adapter);  // places
+    history_.make_places(step, *trainee_.adapter);
     summary_.checkpoint = folder(step);
-    state_ = read_checkpoint(summary_.checkpoint, trainee_, optimizer_, state_, history_tensors(step));
-    for (const auto& [s, adapter] : history_) registry_->publish(policy_name(s), adapter);
-    publish_policy(step, copy_adapter(*trainee_.adapter));
+    state_ = read_checkpoint(summary_.checkpoint, trainee_, optimizer_, state_, history_.tensors(step));
+    history_.publish_read();
+    history_.publish(step, copy_adapter(*trainee_.adapter));
   }
 
   // ---- Batches
@@ -215,7 +101,7 @@ class RlLoop {
     r.group_size = static_cast<int>(config_.rl.group_size);
     r.first_key = static_cast<uint64_t>((step - 1) * groups * config_.rl.group_size);
     r.sampling = sampling_params(config_, trainee_.weights->config(), config_.sampling.temperature);
-    r.adapter = policy_name(sampler_step(step));
+    r.adapter = PolicyHistory::name(history_.sampler_step(step));
     r.log = log_path(step);
     r.routed = config_.rl.routing_replay;
     return r;
@@ -240,18 +126,40 @@ class RlLoop {
     r.group_size = static_cast<int>(config_.eval.samples);
     r.first_key = (uint64_t{1} << 62) + static_cast<uint64_t>(state_.step) * in_.eval.size() * r.group_size;
     r.sampling = sampling_params(config_, trainee_.weights->config(), config_.eval.temperature);
-    r.adapter = policy_name(state_.step);
+    r.adapter = PolicyHistory::name(state_.step);
     r.log = directory_.path + "/rollouts/eval.log";
     for (const auto& batch : batches_) batch.wait();  // the engine does one batch at a time
     const RlBatch batch = sampler_.sample(r);
     fs::remove(r.log);
-    summary_.eval_reward = mean_reward(batch);
-    log_info("step {}: eval/reward {:.4f}", state_.step, summary_.eval_reward);
-    const Metrics more = batch_metrics(batch, "eval/");
+    const Metrics more = batch_metrics(batch, "eval/", in_.rewarded);
     values.insert(values.end(), more.begin(), more.end());
+    if (in_.rewarded) {
+      summary_.eval_reward = mean_reward(batch);
+      log_info("step {}: eval/reward {:.4f}", state_.step, summary_.eval_reward);
+    }
+    if (!teacher_) return;
+    const std::vector<RlSample> samples = samples_of(batch);
+    const RlRows rows = rows_of(samples, kept(samples, std::vector<SampleWeight>(samples.size())), {});
+    const double kl = mean_divergence(*trainee_.weights, &trainee_.adapters, rows.rows, numerics_, *teacher_);
+    values.emplace_back("eval/teacher_kl", kl);
+    log_info("step {}: eval/teacher_kl {:.4f}", state_.step, kl);
   }
 
   // ---- A step
+
+  static std::vector<RlSample> samples_of(const RlBatch& batch) {
+    std::vector<RlSample> samples;
+    for (size_t i = 0; i < batch.tasks.size(); ++i) samples.push_back(rl_sample(batch.tasks[i], batch.samples[i]));
+    return samples;
+  }
+
+  RlRows rows_of(const std::vector<RlSample>& samples, const std::vector<SampleWeight>& weights,
+                 const ReplayShape& replay) const {
+    return make_rl_rows(plan_shape(trainee_.weights->config()), samples, weights,
+                        {static_cast<int>(config_.data.row_tokens), static_cast<int>(config_.rl.min_shared_tokens),
+                         static_cast<uint64_t>(config_.train.seed + state_.step)},
+                        replay);
+  }
 
   ReplayShape replay_shape() const {
     const ModelConfig& c = trainee_.weights->config();
@@ -259,8 +167,24 @@ class RlLoop {
     return {c.num_hidden_layers, c.n_routed_experts, c.num_experts_per_tok};
   }
 
+  // A teacher has something to say about every answer, whatever its reward.
+  static std::vector<SampleWeight> kept(const std::vector<RlSample>& samples, std::vector<SampleWeight> weights) {
+    for (size_t i = 0; i < samples.size(); ++i)
+      if (!weights[i].kept) weights[i] = {0, 0, samples[i].trained() > 0};
+    return weights;
+  }
+
+  bool uses_rewards() const { return in_.rewarded && config_.rl.loss != "none"; }
+
   std::vector<SampleWeight> weigh(const RlBatch& batch, const std::vector<RlSample>& samples,
                                   GroupCounts& counts) const {
+    std::vector<SampleWeight> weights(samples.size());
+    if (uses_rewards()) weights = weigh_by_rewards(batch, samples, counts);
+    return teacher_ ? kept(samples, std::move(weights)) : weights;
+  }
+
+  std::vector<SampleWeight> weigh_by_rewards(const RlBatch& batch, const std::vector<RlSample>& samples,
+                                             GroupCounts& counts) const {
     std::vector<RewardedSample> rewarded;
     std::vector<size_t> which;
     for (size_t i = 0; i < samples.size(); ++i) {
@@ -283,7 +207,7 @@ class RlLoop {
         for (size_t i = 0; i < row.tokens.size(); ++i) row.tokens[i].old_logprob = old.f32()[i];
       }
       if (loss_.kl_coefficient == 0) continue;
-      const auto& adapter = lagging_reference() ? history_.at(reference_step(state_.step)) : reference_;
+      const std::shared_ptr<const Adapter> adapter = history_.reference(state_.step);
       const AdapterBatch batch{{{adapter, {}, true, nullptr}}};
       const Tensor reference = row_logprobs(*trainee_.weights, adapter ? &batch : nullptr, row, numerics_);
       for (size_t i = 0; i < row.tokens.size(); ++i) row.tokens[i].reference = reference.f32()[i];
@@ -295,7 +219,7 @@ class RlLoop {
     std::vector<std::vector<float>> difference(samples);
     if (rows.trained == 0) return difference;
     zero_gradients(trainee_);
-    f.result = accumulate_rl_gradients(trainee_, rows.rows, numerics_, loss_);
+    f.result = accumulate_rl_gradients(trainee_, rows.rows, numerics_, loss_, teacher_);
     require_finite_loss(f.result.loss, state_.step, summary_.checkpoint);
     f.grad_norm = apply_gradients(trainee_, optimizer_, f.learning_rate, config_.train.max_grad_norm, state_.step,
                                   summary_.checkpoint);
@@ -316,28 +240,26 @@ class RlLoop {
     f.wait_seconds = seconds_since(start);
     f.sample_seconds = batch.seconds;
     ++state_.step;
-    f.steps_behind = state_.step - 1 - sampler_step(state_.step);
+    f.rewarded = in_.rewarded, f.uses_rewards = uses_rewards(), f.distilled = teacher_ != nullptr;
+    f.steps_behind = state_.step - 1 - history_.sampler_step(state_.step);
 
     const auto training = std::chrono::steady_clock::now();
-    std::vector<RlSample> samples;
-    for (size_t i = 0; i < batch.tasks.size(); ++i) samples.push_back(rl_sample(batch.tasks[i], batch.samples[i]));
+    const std::vector<RlSample> samples = samples_of(batch);
     const std::vector<SampleWeight> weights = weigh(batch, samples, f.groups);
-    RlRows rows =
-        make_rl_rows(plan_shape(trainee_.weights->config()), samples, weights,
-                     {static_cast<int>(config_.data.row_tokens), static_cast<int>(config_.rl.min_shared_tokens),
-                      static_cast<uint64_t>(config_.train.seed + state_.step)},
-                     replay_shape());
+    RlRows rows = rows_of(samples, weights, replay_shape());
     f.logical_tokens = rows.logical_tokens, f.physical_tokens = rows.physical_tokens, f.trained = rows.trained;
     f.learning_rate = learning_rate(config_.train, state_.step, summary_.total_steps);
     fill_logprobs(rows);
     const std::vector<std::vector<float>> difference = train_on(rows, samples.size(), f);
-    publish_policy(state_.step, copy_adapter(*trainee_.adapter));
+    history_.publish(state_.step, copy_adapter(*trainee_.adapter));
     f.train_seconds = seconds_since(training);
     finish_step(batch, weights, difference, f, metrics, samples_file);
     summary_.tokens += rows.physical_tokens;
     summary_.seconds += seconds_since(start);
-    return fmt::format("reward {:.3f}, mismatch {}, grad {:.3g}", summary_.reward, f.result.stats.largest_difference,
-                       f.grad_norm);
+    return fmt::format("{}{}mismatch {}, grad {:.3g}",
+                       in_.rewarded ? fmt::format("reward {:.3f}, ", summary_.reward) : "",
+                       teacher_ ? fmt::format("teacher KL {:.4f}, ", f.result.divergence) : "",
+                       f.result.stats.largest_difference, f.grad_norm);
   }
 
   void finish_step(const RlBatch& batch, const std::vector<SampleWeight>& weights,
@@ -345,7 +267,7 @@ class RlLoop {
                    JsonLines& samples_file) {
     const bool last = state_.step == summary_.total_steps;
     summary_.loss = f.result.loss;
-    summary_.reward = mean_reward(batch);
+    if (in_.rewarded) summary_.reward = mean_reward(batch);
     warn(state_.step, f, batch);
     Metrics values;
     if (last || due(config_.train.log_every)) values = step_metrics(f, batch);
@@ -360,7 +282,7 @@ class RlLoop {
     state_.cursor = {state_.rows / prompts, state_.rows % prompts};
     summary_.checkpoint = folder(state_.step);
     write_checkpoint(summary_.checkpoint, trainee_, optimizer_, state_, config_.model.path,
-                     history_tensors(state_.step));
+                     history_.tensors(state_.step));
     remove_old_checkpoints(directory_.path, config_.train.keep_checkpoints);
     for (; logs_removed_ < state_.step; ++logs_removed_) fs::remove(log_path(logs_removed_ + 1));
     log_info("step {}: saved {}", state_.step, summary_.checkpoint);
@@ -373,8 +295,14 @@ class RlLoop {
     line("steps",
          fmt::format("{} of {} groups of {} answers{}", with_commas(summary_.total_steps), config_.rl.groups_per_step,
                      config_.rl.group_size, state_.step > 0 ? fmt::format(", {} of them done", state_.step) : ""));
-    line("loss", fmt::format("{}, learning rate {}, gradient norm up to {}", config_.rl.loss,
-                             config_.train.learning_rate, config_.train.max_grad_norm));
+    const DistillKeys& d = config_.distill;
+    line("loss", fmt::format("{}, learning rate {}, gradient norm up to {}",
+                             uses_rewards() ? config_.rl.loss : "no policy loss", config_.train.learning_rate,
+                             config_.train.max_grad_norm));
+    if (teacher_)
+      line("teacher",
+           fmt::format("{}{}, {} times {}", d.teacher_model.empty() ? "the model itself" : d.teacher_model,
+                       d.teacher_adapter.empty() ? "" : " with " + d.teacher_adapter, d.divergence, d.coefficient));
     if (config_.rl.steps_behind > 0)
       line("overlap", fmt::format("answers are up to {} steps behind", config_.rl.steps_behind));
     if (directory_.resume) line("resume", summary_.checkpoint);
@@ -384,6 +312,7 @@ class RlLoop {
   const RunConfig& config_;
   Trainee& trainee_;
   const RlInputs& in_;
+  const Teacher* teacher_;
   const RunDirectory& directory_;
   Numerics numerics_;
   RlLossOptions loss_;
@@ -392,9 +321,7 @@ class RlLoop {
   TrainerState state_;
   RunSummary summary_;
   int64_t logs_removed_ = 0;
-  std::shared_ptr<const Adapter> reference_;  // nullptr: the base model
-  std::map<int64_t, std::shared_ptr<const Adapter>> history_;
-  std::shared_ptr<AdapterRegistry> registry_ = std::make_shared<AdapterRegistry>();
+  PolicyHistory history_;
   std::atomic<bool> abandoned_ = false;
   BatchSampler sampler_;
   std::deque<std::shared_future<RlBatch>> batches_;  // of the next steps, in order; last member: waits first
@@ -407,13 +334,14 @@ RunSummary run_rl(const RunConfig& config, const LoopHooks& hooks) {
   const RunDirectory directory = open_run_directory(config);
   std::shared_ptr<ResidentWeights> weights = load_weights(Checkpoint::open(config.model.path));
   const ModelConfig& model = weights->model;
-  const RlInputs inputs = read_inputs(config, model);
+  const RlInputs inputs = read_rl_inputs(config, model);
+  const std::optional<Teacher> teacher = load_teacher(config, weights, inputs.text());
   const std::unique_ptr<Trainee> trainee = lora_trainee(weights, first_adapter(config, model));
   log_info("{:14} {}: {} layers, hidden size {}, {} experts, numerics {}", "model", config.model.path,
            model.num_hidden_layers, model.hidden_size, model.n_routed_experts, config.model.numerics);
   log_info("{:14} {} parameters: LoRA of rank {}, alpha {}, on {}", "trained", with_commas(parameter_count(*trainee)),
            trainee->adapter->rank, trainee->adapter->alpha, fmt::join(trainee->adapter->targets, ", "));
-  return RlLoop(config, *trainee, inputs, directory).run(hooks);
+  return RlLoop(config, *trainee, inputs, teacher ? &*teacher : nullptr, directory).run(hooks);
 }
 
 }  // namespace plumb

@@ -142,7 +142,7 @@ void add_kl(const RlLossOptions& o, const std::vector<RlToken>& tokens, const fl
   for (size_t i = 0; i < tokens.size(); ++i) {
     const float fresh = logprob ? logprob[i] : std::numeric_limits<float>::quiet_NaN();
     const double kl = shaping_kl(o, tokens[i], fresh);
-    if (std::isnan(kl)) continue;
+    if (std::isnan(kl) || tokens[i].weight == 0) continue;
     sum.sum += kl;
     ++sum.tokens;
   }

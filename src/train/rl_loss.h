@@ -36,7 +36,7 @@ struct RlToken {
   float original;     // as the sampler recorded it
   float reference;    // under the reference model
   float advantage = 0;
-  float weight = 1;
+  float weight = 1;  // 0: not part of the policy loss (only distilled)
   int sequence = 0;  // tokens of a sequence are neighbours
 };
 
@@ -58,8 +58,8 @@ struct RlLoss {
   RlStats stats;
 };
 
-// The mean over tokens with a reference of the kl that shapes advantages. It must run over the whole optimizer step, so
-// that the loss does not depend on how sequences were packed into rows. 0 without one.
+// The mean over tokens with a reference and a weight of the kl that shapes advantages. It must run over the whole
+// optimizer step, so that the loss does not depend on how sequences were packed into rows. 0 without one.
 struct KlSum {
   double sum = 0;
   int64_t tokens = 0;

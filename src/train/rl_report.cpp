@@ -52,20 +52,22 @@ double per_second(int64_t n, double seconds) { return seconds > 0 ? static_cast<
 
 double mean_reward(const RlBatch& batch) { return summarise(rewards_of(batch)).mean; }
 
-Metrics batch_metrics(const RlBatch& batch, const std::string& prefix) {
-  const Summary reward = summarise(rewards_of(batch));
+Metrics batch_metrics(const RlBatch& batch, const std::string& prefix, bool rewarded) {
   std::vector<double> lengths;
   for (const LoggedSample& s : batch.samples) lengths.push_back(static_cast<double>(policy_tokens(s)));
   const Summary length = summarise(lengths);
+  const Metrics lengths_of_answers = {{prefix + "completion_tokens", length.mean},
+                                      {prefix + "completion_tokens_min", length.least},
+                                      {prefix + "completion_tokens_max", length.greatest},
+                                      {prefix + "truncated", share(truncations(batch), batch.samples.size())}};
+  if (!rewarded) return lengths_of_answers;
+  const Summary reward = summarise(rewards_of(batch));
   Metrics m = {{prefix + "reward", reward.mean},
                {prefix + "reward_std", reward.deviation},
                {prefix + "reward_min", reward.least},
-               {prefix + "reward_max", reward.greatest},
-               {prefix + "completion_tokens", length.mean},
-               {prefix + "completion_tokens_min", length.least},
-               {prefix + "completion_tokens_max", length.greatest},
-               {prefix + "truncated", share(truncations(batch), batch.samples.size())},
-               {prefix + "failed", share(failures(batch), batch.scores.size())}};
+               {prefix + "reward_max", reward.greatest}};
+  m.insert(m.end(), lengths_of_answers.begin(), lengths_of_answers.end());
+  m.emplace_back(prefix + "failed", share(failures(batch), batch.scores.size()));
   std::map<std::string, std::vector<double>> parts;
   for (const Score& s : batch.scores)
     for (const auto& [name, value] : s.metrics) parts[name].push_back(value);
@@ -79,7 +81,7 @@ Metrics step_metrics(const RlStepFigures& f, const RlBatch& batch) {
   const double kl_tokens = std::max<double>(1, static_cast<double>(s.kl_tokens));
   int64_t sampled = 0;
   for (const LoggedSample& sample : batch.samples) sampled += policy_tokens(sample);
-  Metrics m = batch_metrics(batch, "");
+  Metrics m = batch_metrics(batch, "", f.rewarded);
   const Metrics more = {{"loss", f.result.loss},
                         {"grad_norm", f.grad_norm},
                         {"learning_rate", f.learning_rate},
@@ -89,8 +91,6 @@ Metrics step_metrics(const RlStepFigures& f, const RlBatch& batch) {
                         {"mismatch_tokens", static_cast<double>(s.unequal)},
                         {"mismatch_max", s.largest_difference},
                         {"probs_corr", s.probability_correlation()},
-                        {"groups", static_cast<double>(f.groups.groups)},
-                        {"groups_without_variance", static_cast<double>(f.groups.without_variance)},
                         {"steps_behind", static_cast<double>(f.steps_behind)},
                         {"trained_tokens", static_cast<double>(f.trained)},
                         {"logical_tokens", static_cast<double>(f.logical_tokens)},
@@ -102,6 +102,12 @@ Metrics step_metrics(const RlStepFigures& f, const RlBatch& batch) {
                         {"sampled_tokens_per_second", per_second(sampled, f.sample_seconds)},
                         {"trained_tokens_per_second", per_second(f.physical_tokens, f.train_seconds)}};
   m.insert(m.end(), more.begin(), more.end());
+  if (f.uses_rewards) {
+    m.emplace_back("groups", static_cast<double>(f.groups.groups));
+    m.emplace_back("groups_without_variance", static_cast<double>(f.groups.without_variance));
+  }
+  if (f.distilled) m.emplace_back("teacher_kl", f.result.divergence);
+  if (f.distilled && f.uses_rewards) m.emplace_back("policy_loss", f.result.policy_loss);
   if (s.kl_tokens > 0) {
     m.emplace_back("kl_reference", s.kl / kl_tokens);
     m.emplace_back("kl3_reference", s.kl3 / kl_tokens);
@@ -141,7 +147,7 @@ void warn(int64_t step, const RlStepFigures& f, const RlBatch& batch) {
         "step {}: {} of {} log-probabilities are not those that were recorded, by up to {}: a defect, please "
         "report it",
         step, s.unequal, s.tokens, s.largest_difference);
-  if (f.groups.without_variance == f.groups.groups)
+  if (f.uses_rewards && f.groups.without_variance == f.groups.groups)
     log_warning("step {}: all answers of every group have the same reward, nothing can be learned from them", step);
   if (const int64_t n = truncations(batch); 4 * n > static_cast<int64_t>(batch.samples.size()))
     log_warning("step {}: {} of {} answers were cut off: raise sampling.max_tokens, or reward shorter ones", step, n,

@@ -7,8 +7,8 @@
 
 namespace plumb {
 
-// Figures of a batch under `prefix` ("" or "eval/"): rewards, lengths, failures.
-Metrics batch_metrics(const RlBatch& batch, const std::string& prefix);
+// Figures of a batch under `prefix` ("" or "eval/"): rewards if there are any, lengths, failures.
+Metrics batch_metrics(const RlBatch& batch, const std::string& prefix, bool rewarded);
 double mean_reward(const RlBatch& batch);
 
 struct RlStepFigures {
@@ -18,6 +18,9 @@ struct RlStepFigures {
   double grad_norm = 0, learning_rate = 0;
   double sample_seconds = 0, wait_seconds = 0, train_seconds = 0;
   int64_t steps_behind = 0;
+  bool rewarded = true;      // answers have rewards
+  bool uses_rewards = true;  // and the loss looks at them
+  bool distilled = false;    // there is a teacher
 };
 Metrics step_metrics(const RlStepFigures& figures, const RlBatch& batch);
 

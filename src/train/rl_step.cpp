@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 
 #include "base/error.h"
 #include "ops/head.h"
@@ -72,6 +73,32 @@ ForwardOptions forward_options(const AdapterBatch* adapters, Numerics numerics, 
   return o;
 }
 
+int64_t count_trained(const std::vector<RlRow>& rows) {
+  int64_t trained = 0;
+  for (const RlRow& row : rows) trained += static_cast<int64_t>(row.target.size());
+  return trained;
+}
+
+int64_t count_weighted(const std::vector<RlRow>& rows) {
+  int64_t weighted = 0;
+  for (const RlRow& row : rows)
+    weighted += std::count_if(row.tokens.begin(), row.tokens.end(), [](const RlToken& t) { return t.weight != 0; });
+  return weighted;
+}
+
+double sum_of(const Tensor& values) { return std::accumulate(values.f32(), values.f32() + values.numel(), 0.0); }
+
+// [wanted, d] of the teacher. Its model may have windows and ratios of its own, so it has a plan of its own, and it
+// chooses its experts itself.
+Tensor teacher_hidden(const Teacher& teacher, const RlRow& row, Numerics numerics) {
+  SequencePlan plan = plan_trees(plan_shape(teacher.weights->config()), row.segments);
+  plan.wanted = row.plan.wanted;
+  ForwardOptions o;
+  o.numerics = numerics;
+  o.adapters = &teacher.adapters;
+  return forward(*teacher.weights, plan, o).hidden;
+}
+
 }  // namespace
 
 int64_t RlSample::trained() const { return std::count(mask.begin(), mask.end(), 1); }
@@ -96,6 +123,7 @@ RlRows make_rl_rows(const PlanShape& shape, const std::vector<RlSample>& samples
   result.physical_tokens = packing.physical_tokens;
   for (const TreeRow& tree : packing.rows) {
     RlRow& row = result.rows.emplace_back();
+    row.segments = tree.segments;
     row.plan = plan_trees(shape, tree.segments);
     row.plan.wanted.clear();
     begin_replay(row, replay);
@@ -117,14 +145,14 @@ Tensor row_logprobs(WeightStore& weights, const AdapterBatch* adapters, const Rl
 }
 
 RlStepResult accumulate_rl_gradients(Trainee& t, const std::vector<RlRow>& rows, Numerics numerics,
-                                     const RlLossOptions& options) {
-  int64_t trained = 0;
-  for (const RlRow& row : rows) trained += static_cast<int64_t>(row.target.size());
-  PLUMB_CHECK(trained > 0);
+                                     const RlLossOptions& options, const Teacher* teacher) {
+  const int64_t trained = count_trained(rows), weighted = count_weighted(rows);
+  PLUMB_CHECK(teacher ? trained > 0 : weighted > 0);
+  const double scale = weighted > 0 ? 1.0 / static_cast<double>(weighted) : 0;
   const AdapterBatch* adapters = t.adapter ? &t.adapters : nullptr;
 
   KlSum kl;  // its mean over the whole step is needed before the first gradient; kl of the sample needs no forward pass
-  if (options.kl_coefficient > 0)
+  if (options.kl_coefficient > 0 && weighted > 0)
     for (const RlRow& row : rows) {
       const bool recorded = options.kl_source == KlSource::sample;
       const Tensor fresh = recorded ? Tensor() : row_logprobs(*t.weights, adapters, row, numerics);
@@ -132,22 +160,47 @@ RlStepResult accumulate_rl_gradients(Trainee& t, const std::vector<RlRow>& rows,
     }
 
   const Linear& head = t.weights->outer().head;
+  const Tensor& d_head = t.gradients.outer.head;
   RlStepResult result;
   for (const RlRow& row : rows) {
+    const Tensor taught = teacher ? teacher_hidden(*teacher, row, numerics) : Tensor();
     ForwardOptions o = forward_options(adapters, numerics, row);
     o.keep_streams = true;
     o.keep_layers = keeps_layers(t.weights->config(), row.plan.rows());
     const ForwardResult r = forward(*t.weights, row.plan, o);
     const Tensor logprob = ops::head_logprobs(r.hidden, head, row.target);
-    const RlLoss loss = rl_loss(options, row.tokens, logprob.f32(), kl.mean(), 1.0 / static_cast<double>(trained));
-    result.loss += loss.sum;
+    const RlLoss loss = rl_loss(options, row.tokens, logprob.f32(), kl.mean(), scale);
+    result.policy_loss += loss.sum;
     result.stats.add(loss.stats);
     result.logprobs.push_back(logprob);
     const Tensor d_hidden =
-        ops::head_logprobs_backward(Tensor::of(loss.d_logprob), r.hidden, head, row.target, t.gradients.outer.head);
+        weighted > 0 ? ops::head_logprobs_backward(Tensor::of(loss.d_logprob), r.hidden, head, row.target, d_head)
+                     : Tensor::zeros(r.hidden.shape());
+    if (teacher) {
+      const double share = teacher->coefficient / static_cast<double>(trained);
+      Tensor divergence;
+      const Tensor more = ops::head_divergence_backward(
+          teacher->divergence, Tensor::full({r.hidden.size(0)}, static_cast<float>(share)), {r.hidden, head},
+          {taught, teacher->weights->outer().head}, d_head, &divergence);
+      result.divergence += sum_of(divergence) / static_cast<double>(trained);
+      for (int64_t i = 0; i < d_hidden.numel(); ++i) d_hidden.f32()[i] += more.f32()[i];
+    }
     backward(*t.weights, row.plan, o, r, d_hidden, {}, t.gradients, {});
   }
+  result.loss = result.policy_loss + (teacher ? teacher->coefficient * result.divergence : 0);
   return result;
+}
+
+double mean_divergence(WeightStore& weights, const AdapterBatch* adapters, const std::vector<RlRow>& rows,
+                       Numerics numerics, const Teacher& teacher) {
+  double sum = 0;
+  for (const RlRow& row : rows) {
+    const Tensor taught = teacher_hidden(teacher, row, numerics);
+    const Tensor hidden = forward(weights, row.plan, forward_options(adapters, numerics, row)).hidden;
+    sum += sum_of(ops::head_divergence(teacher.divergence, {hidden, weights.outer().head},
+                                       {taught, teacher.weights->outer().head}));
+  }
+  return sum / static_cast<double>(count_trained(rows));
 }
 
 }  // namespace plumb

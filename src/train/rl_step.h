@@ -1,4 +1,5 @@
-// A batch of rollouts as rows of prefix trees, and the gradient of a policy loss over them.
+// A batch of rollouts as rows of prefix trees, and the gradient of a policy loss and of the distance from a teacher
+// over them.
 #pragma once
 #include <map>
 #include <vector>
@@ -7,6 +8,7 @@
 #include "train/advantages.h"
 #include "train/parameters.h"
 #include "train/rl_loss.h"
+#include "train/teacher.h"
 
 namespace plumb {
 
@@ -27,12 +29,14 @@ struct RlRow {
   struct Origin {
     int sample, position;  // of the target token
   };
-  SequencePlan plan;            // wanted: the rows that predict the trained tokens
-  std::vector<int> target;      // [wanted]
-  std::vector<RlToken> tokens;  // [wanted] old = original = what was recorded, no reference
-  std::vector<Origin> origin;   // [wanted]
+  std::vector<TreeSegment> segments;  // what the plan is made of
+  SequencePlan plan;                  // wanted: the rows that predict the trained tokens
+  std::vector<int> target;            // [wanted]
+  std::vector<RlToken> tokens;        // [wanted] old = original = what was recorded, no reference
+  std::vector<Origin> origin;         // [wanted]
   // Layer -> i32 [rows, experts of a token] that replace the router's choice in every pass over the row; empty = it
-  // chooses. Rows that nothing trained depends on (the last token of a sample) have the experts 0, 1, ...
+  // chooses. Rows that nothing trained depends on (the last token of a sample) have the experts 0, 1, ... A teacher
+  // chooses by itself.
   std::map<int, Tensor> replay;
 };
 
@@ -58,14 +62,22 @@ RlRows make_rl_rows(const PlanShape& shape, const std::vector<RlSample>& samples
 Tensor row_logprobs(WeightStore& weights, const AdapterBatch* adapters, const RlRow& row, Numerics numerics);
 
 struct RlStepResult {
-  double loss = 0;  // mean over the trained tokens of the step
+  double loss = 0;         // policy_loss + coefficient * divergence
+  double policy_loss = 0;  // mean over the tokens with a weight
+  double divergence = 0;   // from the teacher, mean over the trained tokens, nats; 0 without one
   RlStats stats;
   std::vector<Tensor> logprobs;  // of each row's targets under the trainee, [wanted]
 };
 
-// Adds the gradient of the loss, a mean over all trained tokens of `rows`, to the trainee's gradients. Rows are done in
-// order. Error: there is no trained token.
+// Adds the gradient of the loss to the trainee's gradients: the policy loss, a mean over all tokens of `rows` with a
+// weight other than 0, plus, with a teacher, its coefficient times the divergence from it, a mean over all trained
+// tokens. Rows are done in order. Error: there is no token for either.
 RlStepResult accumulate_rl_gradients(Trainee& trainee, const std::vector<RlRow>& rows, Numerics numerics,
-                                     const RlLossOptions& options);
+                                     const RlLossOptions& options, const Teacher* teacher = nullptr);
+
+// The divergence of the model with `adapters` from the teacher, mean over the trained tokens of `rows`; NaN without
+// one. No gradients.
+double mean_divergence(WeightStore& weights, const AdapterBatch* adapters, const std::vector<RlRow>& rows,
+                       Numerics numerics, const Teacher& teacher);
 
 }  // namespace plumb

@@ -96,7 +96,7 @@ TEST(RunConfig, FileMayBeEmpty) {
 }
 
 TEST(RunConfig, ResolvedFileRoundTrips) {
-  for (RunCommand command : {RunCommand::train, RunCommand::rl, RunCommand::pretrain}) {
+  for (RunCommand command : {RunCommand::train, RunCommand::dpo, RunCommand::rl, RunCommand::pretrain}) {
     RunConfig c = parse(kMinimal, {"train.learning_rate=2.5e-7", "train.steps=7"}, command);
     c.data.eval = "a \"b\" \\c\n\x01 \xc3\xa9.jsonl";
     const std::string text = to_toml(c);
@@ -135,6 +135,15 @@ TEST(RunConfigRefuses, RlKeysThatDoNotFitTogether) {
             "data.row_tokens or lower sampling.max_tokens)");
   EXPECT_EQ(rl("[rl]\nloss = \"gspo\"\nimportance_sampling_level = \"average\"\n"),
             "run.toml:9: gspo takes the ratio over sequences (leave the key out)");
+  EXPECT_EQ(
+      rl("[rl]\nloss = \"none\"\n"),
+      "run.toml:8: rl.loss = \"none\" leaves nothing to train (set distill.coefficient, or choose a policy loss)");
+  EXPECT_EQ(rl("[distill]\nteacher_adapter = \"a\"\n"),
+            "run.toml:8: distill.teacher_adapter does nothing while distill.coefficient is 0 (set distill.coefficient, "
+            "1 to begin with, or leave the key out)");
+  EXPECT_EQ(
+      rl("[rl]\nloss = \"none\"\nkl_penalty_coef = 1\n[distill]\ncoefficient = 1\n"),
+      "run.toml:9: rl.kl_penalty_coef shapes advantages, and rl.loss = \"none\" has none (leave one of them out)");
 }
 
 TEST(RunConfigRefuses, UnknownKeysWithTheNearest) {
@@ -198,7 +207,7 @@ TEST(RunConfigRefuses, Lists) {
 
 TEST(RunConfigRefuses, WhatDoesNotFitTogether) {
   EXPECT_EQ(refusal("[model]\npath = \"m\"\n[output]\ndir = \"o\"\n"),
-            "run.toml: data.train is missing (JSONL file, one example (rl: one prompt) a line)");
+            "run.toml: data.train is missing (JSONL file, one example (dpo: one pair, rl: one prompt) a line)");
   EXPECT_EQ(refusal_of_set("output.dir="),
             "--set: output.dir is empty (run directory: resolved configuration, metrics, log, checkpoints)");
   EXPECT_EQ(refusal(kMinimal, {"data.eval=e.jsonl", "data.eval_fraction=0.1"}),

@@ -1,4 +1,4 @@
-"""Policy losses and sample weights against torch's automatic differentiation in double precision. The
+"""Policy losses, distances from a teacher and sample weights against torch's automatic differentiation in double precision. The
 oracle is written over whole rows with masks and group numbers, the program works on lists of trained tokens."""
 
 import json
@@ -128,6 +128,36 @@ def test_scale_and_correlation():
     expected = np.corrcoef(row["old"].exp().numpy(), row["new"].exp().numpy())[0, 1]
     assert whole["correlation"] == pytest.approx(expected, abs=1e-9)
     assert whole["kl"] == pytest.approx(float((row["new"] - row["reference"]).sum()), abs=1e-9)
+
+
+def divergence_request(rng, rows, vocab, d, teacher_d, scale=1.0, forward=False):
+    draw = lambda *shape: rng.normal(size=shape).astype(np.float32).tolist()
+    return {"kind": "divergence", "forward": forward, "hidden": draw(rows, d), "teacher_hidden": draw(rows, teacher_d),
+            "head": (np.array(draw(vocab, d)) * scale).astype(np.float32).tolist(), "teacher_head": draw(vocab, teacher_d), "d": draw(rows)}
+
+
+@pytest.mark.parametrize("forward", [False, True])
+def test_divergence_from_a_teacher(forward):
+    """torch's own kl_div and its gradient, through the head to the hidden rows, in double precision."""
+    rng = np.random.default_rng(4)
+    sizes = [(7, 40, 12, 20), (1, 5, 3, 3), (3, 1, 4, 4), (300, 33, 8, 6), (4, 1001, 16, 8)]
+    requests = [divergence_request(rng, *size, forward=forward) for size in sizes]
+    requests += [divergence_request(rng, 6, 50, 8, 8, scale=s, forward=forward) for s in (0, 10, 100)]  # flat, far apart
+    same = divergence_request(rng, 5, 30, 6, 6, forward=forward)
+    requests.append(same | {"teacher_hidden": same["hidden"], "teacher_head": same["head"]})
+    for r, answer in zip(requests, ask(requests)):
+        tensor = lambda name: torch.tensor(r[name], dtype=torch.float64)
+        hidden, head = tensor("hidden").requires_grad_(), tensor("head").requires_grad_()
+        p = torch.log_softmax(hidden @ head.T, -1)
+        q = torch.log_softmax(tensor("teacher_hidden") @ tensor("teacher_head").T, -1)
+        kl = torch.nn.functional.kl_div(*((p, q) if forward else (q, p)), log_target=True, reduction="none").sum(-1)
+        (kl * tensor("d")).sum().backward()
+        # FP32 logits: a relative error of 1e-6 of the largest, which a divergence inherits.
+        size = max(1, float((hidden @ head.T).abs().max().detach()))
+        np.testing.assert_allclose(answer["value"], kl.detach().numpy(), rtol=1e-5, atol=3e-6 * size)
+        for name, value in (("d_hidden", hidden.grad), ("d_head", head.grad)):
+            np.testing.assert_allclose(answer[name], value.numpy().ravel(), rtol=1e-4, atol=1e-5 * size * (1 + float(value.abs().max())))
+    assert all(v == 0 for v in answer["value"] + answer["d_hidden"])  # the last: the teacher is the student
 
 
 def weights_oracle(samples, scale_rewards, normalize, balance):

@@ -166,6 +166,109 @@ TEST(RlStep, KlShapingUsesTheMeanOfTheWholeStep) {  // rows of 60 tokens or of 4
   EXPECT_NEAR(loss[0], loss[1], 1e-9);
 }
 
+// Another model as the teacher: wider, with a window and ratios of its own.
+Teacher other_teacher(double coefficient, ops::Divergence kind) {
+  ModelConfig c = tiny_config();
+  c.sliding_window = 16;
+  Teacher t;
+  t.weights = random_model(c, 8);
+  t.coefficient = coefficient;
+  t.divergence = kind;
+  return t;
+}
+
+double loss_of(Fixture& s, const RlRows& rows, const RlLossOptions& o, const Teacher& teacher) {
+  RlStepResult r;
+  zero_gradients(*s.trainee);
+  r = accumulate_rl_gradients(*s.trainee, rows.rows, Numerics::fp32, o, &teacher);
+  EXPECT_NEAR(r.loss, r.policy_loss + teacher.coefficient * r.divergence, 1e-12);
+  return r.loss;
+}
+
+// Half of the samples without a weight, as those of a group without variance: the policy loss does not see them, the
+// teacher does.
+std::vector<SampleWeight> some_weights(size_t n) {
+  std::vector<SampleWeight> w = alternating_weights(n);
+  for (size_t i = 0; i < n / 2; ++i) w[i] = {0, 0, true};
+  return w;
+}
+
+TEST(RlStep, GradientWithATeacherMatchesDifferences) {
+  for (ops::Divergence kind : {ops::Divergence::reverse_kl, ops::Divergence::forward_kl})
+    for (bool rewarded : {false, true}) {
+      Fixture s;
+      const std::vector<RlSample> samples = sample_groups(*s.model, s.adapter, Numerics::fp32, 2, 3, 30, 9);
+      const RlRows rows = make_rl_rows(
+          s.shape, samples,
+          rewarded ? some_weights(samples.size()) : std::vector<SampleWeight>(samples.size(), {0, 0, true}), kTree);
+      const Teacher teacher = other_teacher(0.5, kind);
+      RlLossOptions o;
+      o.loss = PolicyLoss::ppo;  // cispo's gradient is not that of its value
+      loss_of(s, rows, o, teacher);
+      for (size_t at : {size_t{0}, s.trainee->parameters.size() / 2, s.trainee->parameters.size() - 1}) {
+        Parameter& p = s.trainee->parameters[at];
+        // Along the gradient: one difference tells its length. Steps of 5e-4 and more change which experts and entries
+        // are chosen; at 2e-4 the loss changes by 1e-5 and more and is good to about 1e-7.
+        const std::vector<float> gradient(p.grad.f32(), p.grad.f32() + p.grad.numel());
+        double square = 0;
+        for (float g : gradient) square += double(g) * g;
+        ASSERT_GT(square, 0) << p.name;
+        const double step = 2e-4 / std::sqrt(square);
+        const std::vector<float> before(p.master.f32(), p.master.f32() + p.master.numel());
+        double side[2];
+        for (int up : {0, 1}) {
+          for (size_t i = 0; i < before.size(); ++i)
+            p.master.f32()[i] = before[i] + static_cast<float>((up ? step : -step) * gradient[i]);
+          publish(*s.trainee);
+          side[up] = loss_of(s, rows, o, teacher);
+        }
+        std::copy(before.begin(), before.end(), p.master.f32());
+        publish(*s.trainee);
+        EXPECT_NEAR((side[1] - side[0]) / (2 * step), square, 0.02 * square)
+            << p.name << (rewarded ? " with" : " without") << " a policy loss";
+      }
+    }
+}
+
+TEST(RlStep, ATeacherDoesNotChangeThePolicyLoss) {
+  Fixture s;
+  const std::vector<RlSample> samples = sample_groups(*s.model, s.adapter, Numerics::fp32, 2, 4, 30, 9);
+  const Teacher teacher = other_teacher(2, ops::Divergence::reverse_kl);
+  RlLossOptions o;
+  o.kl_coefficient = 0.5;
+  std::vector<SampleWeight> weights = some_weights(samples.size());
+  double loss[2];
+  for (bool distilled : {false, true}) {
+    for (SampleWeight& w : weights) w.kept = distilled || w.weight > 0;
+    RlRows rows = make_rl_rows(s.shape, samples, weights, kTree);
+    for (RlRow& row : rows.rows) {
+      const Tensor reference = row_logprobs(*s.model, nullptr, row, Numerics::fp32);
+      for (size_t t = 0; t < row.tokens.size(); ++t) row.tokens[t].reference = reference.f32()[t];
+    }
+    zero_gradients(*s.trainee);
+    const RlStepResult r =
+        accumulate_rl_gradients(*s.trainee, rows.rows, Numerics::fp32, o, distilled ? &teacher : nullptr);
+    loss[distilled] = r.policy_loss;
+    EXPECT_EQ(r.divergence > 0, distilled);
+    if (!distilled) continue;
+    EXPECT_EQ(r.divergence, mean_divergence(*s.model, &s.trainee->adapters, rows.rows, Numerics::fp32, teacher));
+  }
+  EXPECT_NEAR(loss[0], loss[1], 1e-12);
+}
+
+TEST(RlStep, AStudentThatIsItsTeacherLearnsNothing) {
+  Fixture s;
+  const std::vector<RlSample> samples = sample_groups(*s.model, s.adapter, Numerics::released, 1, 2, 30, 5);
+  const RlRows rows = make_rl_rows(s.shape, samples, {{0, 0, true}, {0, 0, true}}, kTree);
+  Teacher self;
+  self.weights = s.model;
+  self.adapters.parts.push_back({s.adapter, {}, true, nullptr});
+  zero_gradients(*s.trainee);
+  const RlStepResult r = accumulate_rl_gradients(*s.trainee, rows.rows, Numerics::released, {}, &self);
+  EXPECT_EQ(r.loss, 0);
+  EXPECT_EQ(gradient_norm(*s.trainee), 0);
+}
+
 TEST(RlStep, ToolResultsBetweenAnswersAreNotTrained) {
   Fixture s;
   RlSample sample;
