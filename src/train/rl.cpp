@@ -256,10 +256,7 @@ class RlLoop {
     finish_step(batch, weights, difference, f, metrics, samples_file);
     summary_.tokens += rows.physical_tokens;
     summary_.seconds += seconds_since(start);
-    return fmt::format("{}{}mismatch {}, grad {:.3g}",
-                       in_.rewarded ? fmt::format("reward {:.3f}, ", summary_.reward) : "",
-                       teacher_ ? fmt::format("teacher KL {:.4f}, ", f.result.divergence) : "",
-                       f.result.stats.largest_difference, f.grad_norm);
+    return progress_note(f, batch);
   }
 
   void finish_step(const RlBatch& batch, const std::vector<SampleWeight>& weights,

@@ -1,5 +1,7 @@
 #include "train/rl_report.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cmath>
 #include <map>
@@ -113,6 +115,19 @@ Metrics step_metrics(const RlStepFigures& f, const RlBatch& batch) {
     m.emplace_back("kl3_reference", s.kl3 / kl_tokens);
   }
   return m;
+}
+
+std::string progress_note(const RlStepFigures& f, const RlBatch& batch) {
+  const RlStats& s = f.result.stats;
+  int64_t sampled = 0;
+  for (const LoggedSample& sample : batch.samples) sampled += policy_tokens(sample);
+  const double samples = std::max<double>(1, static_cast<double>(batch.samples.size()));
+  std::string note = f.rewarded ? fmt::format("reward {:.3f}, ", mean_reward(batch)) : "";
+  note += fmt::format("mismatch {}", s.largest_difference);
+  if (s.kl_tokens > 0) note += fmt::format(", KL {:.4f}", s.kl / static_cast<double>(s.kl_tokens));
+  if (f.distilled) note += fmt::format(", teacher KL {:.4f}", f.result.divergence);
+  return note + fmt::format(", {:.1f} tokens an answer, {:.0f} tokens/s", static_cast<double>(sampled) / samples,
+                            per_second(sampled, f.sample_seconds));
 }
 
 void write_samples(JsonLines& file, int64_t step, const RlBatch& batch, const std::vector<SampleWeight>& weights,

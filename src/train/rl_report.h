@@ -24,6 +24,9 @@ struct RlStepFigures {
 };
 Metrics step_metrics(const RlStepFigures& figures, const RlBatch& batch);
 
+// The figures of the progress line: reward, mismatch, distances, length, speed.
+std::string progress_note(const RlStepFigures& figures, const RlBatch& batch);
+
 // One line a sample. difference: per trained token, new log-probability - recorded one; empty for samples that were not
 // trained.
 void write_samples(JsonLines& file, int64_t step, const RlBatch& batch, const std::vector<SampleWeight>& weights,
