@@ -352,6 +352,62 @@ TEST(SparseAttention, ForwardBitsDoNotDependOnPlace) {
   }
 }
 
+// Few queries are computed by clusters, a kernel of its own; the same queries three times over are too many for it.
+void compare_few_with_many(const Lists& lists, int heads, int rows, bool fp8) {
+  SCOPED_TRACE(testing::Message() << heads << " heads" << (fp8 ? ", FP8 keys" : ""));
+  const int count = static_cast<int>(lists.size());
+  Lists repeated;
+  for (int i = 0; i < 3; ++i) repeated.insert(repeated.end(), lists.begin(), lists.end());
+  Problem many(repeated, heads, rows), few(lists, heads, rows), one({lists.back()}, heads, rows);
+  const size_t row = static_cast<size_t>(heads) * kDim;
+  for (int i = 1; i < 3; ++i) std::copy_n(many.q.begin(), count * row, many.q.begin() + i * count * row);
+  std::copy_n(many.q.begin() + (count - 1) * row, row, one.q.begin());
+  ASSERT_EQ(few.q, std::vector<uint16_t>(many.q.begin(), many.q.begin() + few.q.size()));
+
+  std::vector<float2> turns(static_cast<size_t>(3 * count) * 32);
+  for (size_t i = 0; i < turns.size(); ++i) {
+    const float angle = static_cast<float>(i % (count * 32)) * 0.37f;
+    turns[i] = make_float2(std::cos(angle), std::sin(angle));
+  }
+  Buffer<float2> table(turns);
+  Buffer<uint16_t> keys(many.kv);
+  Buffer<uint8_t> cache(static_cast<size_t>(rows) * kFp8KeyBytes);
+  check(store_fp8_keys(keys.get(), nullptr, rows, cache.get(), nullptr));
+  const auto run = [&](const Problem& p, int first, std::vector<uint16_t>& o, std::vector<float>& lse) {
+    Forward f(p);
+    f.arguments.rotation = table.get() + static_cast<size_t>(first) * 32;
+    if (fp8) f.arguments.kv = cache.get(), f.arguments.kv_fp8 = true;
+    f.o.poison(), f.lse.poison();
+    f.run();
+    o = f.o.host(), lse = f.lse.host();
+  };
+  std::vector<uint16_t> o[3];
+  std::vector<float> lse[3];
+  run(many, 0, o[0], lse[0]), run(few, 0, o[1], lse[1]), run(one, count - 1, o[2], lse[2]);
+  const auto equals = [&](int other, int at, int first) {
+    return 0 == std::memcmp(&o[other][at * row], &o[0][first * row], row * 2) &&
+           0 == std::memcmp(&lse[other][static_cast<size_t>(at) * heads], &lse[0][static_cast<size_t>(first) * heads],
+                            heads * 4);
+  };
+  for (int t = 0; t < count; ++t) EXPECT_TRUE(equals(1, t, t) && equals(1, t, 2 * count + t)) << "query " << t;
+  EXPECT_TRUE(equals(2, 0, count - 1)) << "the last query alone";
+}
+TEST(SparseAttention, FewQueriesHaveTheBitsOfManySmall) {
+  Lists lists = odd_lists(7, 90, 21);
+  std::mt19937 random(9);
+  for (int length : {520, 641}) {  // more than one round of a cluster, with holes
+    lists.emplace_back(length);
+    for (int& key : lists.back()) key = random() % 5 ? static_cast<int>(random() % 90) : -1;
+  }
+  lists.erase(lists.begin());
+  for (const bool fp8 : {false, true})
+    for (int heads : {64, 128}) compare_few_with_many(lists, heads, 90, fp8);
+}
+TEST(SparseAttention, FewQueriesWithLongListsHaveTheBitsOfMany) {
+  compare_few_with_many(long_lists(5000), 64, 5000, false);
+  compare_few_with_many(long_lists(5000), 128, 5000, true);
+}
+
 // The second tile of 128 heads is the same computation as 64 heads of their own; padding at the end of a list changes
 // nothing.
 TEST(SparseAttention, ForwardBitsDoNotDependOnTileOrPadding) {

@@ -1,5 +1,5 @@
-// Pairs of blocks (a cluster of two): one copy feeds both, a barrier of the other block is reached by its rank.
-// Source: PTX ISA, "cp.async.bulk.tensor" (multicast), "mapa", "barrier.cluster".
+// Blocks of a cluster: one copy feeds several, memory and barriers of another block are reached by its rank.
+// Source: PTX ISA, "cp.async.bulk.tensor" (multicast), "cp.async.bulk", "mapa", "barrier.cluster".
 #pragma once
 #include <cuda.h>
 
@@ -38,6 +38,30 @@ __device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t 
       "bra again;\n"
       "finished: }" ::"r"(barrier),
       "r"(parity)
+      : "memory");
+}
+
+// A float to what lies at `address` in the shared memory of block `rank`.
+__device__ __forceinline__ void store_float_at(uint32_t address, uint32_t rank, float value) {
+  asm volatile(
+      "{ .reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "st.shared::cluster.f32 [there], %2; }" ::"r"(address),
+      "r"(rank), "f"(value)
+      : "memory");
+}
+
+// Contiguous bytes of this block's shared memory to `destination` in that of block `rank`, whose `barrier` receives the
+// bytes. Addresses and size are multiples of 16.
+__device__ __forceinline__ void copy_bulk_at(uint32_t destination, uint32_t rank, uint32_t source, uint32_t bytes,
+                                             uint32_t barrier) {
+  asm volatile(
+      "{ .reg .b32 there, signal;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mapa.shared::cluster.u32 signal, %4, %1;\n"
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [there], [%2], %3, [signal]; }" ::"r"(
+          destination),
+      "r"(rank), "r"(source), "r"(bytes), "r"(barrier)
       : "memory");
 }
 
