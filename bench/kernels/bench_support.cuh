@@ -66,23 +66,30 @@ class Array {
 };
 
 // ---- Timing --------------------------------------------------------------------------------------------------------
-inline double median_ms(int repeats, const std::function<void()>& run) {
+// Medians of several programs run in turn, so that the clock, which the power limit pulls down, is the same for all.
+inline std::vector<double> medians_ms(int repeats, const std::vector<std::function<void()>>& runs) {
   cudaEvent_t start, stop;
   check_cuda(cudaEventCreate(&start), "event"), check_cuda(cudaEventCreate(&stop), "event");
-  std::vector<float> times;
-  for (int i = 0; i < repeats + 2; ++i) {
-    check_cuda(cudaEventRecord(start), "record");
-    run();
-    check_cuda(cudaEventRecord(stop), "record");
-    check_cuda(cudaEventSynchronize(stop), "kernel");
-    float ms;
-    check_cuda(cudaEventElapsedTime(&ms, start, stop), "time");
-    if (i >= 2) times.push_back(ms);
-  }
+  std::vector<std::vector<double>> times(runs.size());
+  for (int i = 0; i < repeats + 2; ++i)
+    for (size_t r = 0; r < runs.size(); ++r) {
+      check_cuda(cudaEventRecord(start), "record");
+      runs[r]();
+      check_cuda(cudaEventRecord(stop), "record");
+      check_cuda(cudaEventSynchronize(stop), "kernel");
+      float ms;
+      check_cuda(cudaEventElapsedTime(&ms, start, stop), "time");
+      if (i >= 2) times[r].push_back(ms);
+    }
   cudaEventDestroy(start), cudaEventDestroy(stop);
-  std::sort(times.begin(), times.end());
-  return times[times.size() / 2];
+  std::vector<double> medians;
+  for (auto& t : times) {
+    std::sort(t.begin(), t.end());
+    medians.push_back(t[t.size() / 2]);
+  }
+  return medians;
 }
+inline double median_ms(int repeats, const std::function<void()>& run) { return medians_ms(repeats, {run})[0]; }
 // Many short launches as one graph: no gaps between them. -> ms of one.
 inline double graph_ms(int launches, const std::function<void(int, cudaStream_t)>& run) {
   cudaStream_t stream;

@@ -76,15 +76,16 @@ void run(Report& report, const Shape& s) {
                             {planes, s.groups, kRank, k}, to, nullptr);
   };
   const std::string name = s.name;
-  const double base = median_ms(9, [&] { product({}); });
-  const double with = median_ms(9, [&] { product(forward); });
+  const auto forwards = medians_ms(9, {[&] { product({}); }, [&] { product(forward); }});
+  const double base = forwards[0], with = forwards[1];
   const double way_down = median_ms(9, [&] { down(x.get(), grouped, s.k, planes_a.get(), t.get()); });
   report.time(name + ": forward without adapter", base), report.time(name + ": way down", way_down);
   report.ratio(name + ": epilogue, extra time", 100 * (with / base - 1));
   report.ratio(name + ": epilogue and way down, extra time", 100 * ((with + way_down) / base - 1));
 
   const auto dx = [&](const lora::LowRank& l) { linear_backward_input(w, dy.get(), back, out.get(), nullptr, l); };
-  const double base_dx = median_ms(9, [&] { dx({}); }), with_dx = median_ms(9, [&] { dx(backward); });
+  const auto backwards = medians_ms(9, {[&] { dx({}); }, [&] { dx(backward); }});
+  const double base_dx = backwards[0], with_dx = backwards[1];
   const double way_back = median_ms(9, [&] { down(dy.get(), false, s.n, planes_b.get(), u.get()); });
   const Array<float> d_a(a.size(), 0, 7), d_b(b.size(), 0, 8);
   lora::Gradient ga{x.get(),  grouped ? source.get() : nullptr,
