@@ -127,6 +127,7 @@ TEST(Lora, SmallEpilogues) {
 }
 TEST(Lora, Epilogues) {
   check_epilogue(WeightFormat::fp4, {5, 0, 257, 64, 190, 1}, 512, 512, 8, true);
+  check_epilogue(WeightFormat::fp8, {5, 300, 0, 513}, 1024, 384, 8, false);
   check_epilogue(WeightFormat::fp8, {700}, 768, 1024, 32, false);
   check_epilogue(WeightFormat::fp4, {90, 300}, 256, 384, 20, false);
 }
@@ -138,18 +139,20 @@ void check_swiglu(WeightFormat format) {
   const Adapters l(5, 512, 8, layer.rows, true, 4);
   const auto route = random_floats(layer.rows, 1, 3);
   const Buffer<float> route_device(route);
-  const Buffer<uint16_t> gate_up(layer.run(256, l.mixed()));
-  Buffer<uint8_t> expected(layer.rows * 256);
-  Buffer<float> expected_scales(layer.rows * block_stride(256));
-  swiglu_quantise(gate_up.get(), layer.rows, 512, route_device.get(), 10, expected.get(), expected_scales.get(),
-                  nullptr);
-  for (const int width : {8, 16, 64, 256}) {
-    const PlanOnDevice p(counts, layer.rows, 512, width);
-    Buffer<uint8_t> hidden(layer.rows * 256);
-    Buffer<float> scales(layer.rows * block_stride(256));
-    linear_swiglu(layer.w.on_device(layer.records, layer.bases), layer.x.get(), p.plan, route_device.get(), 10,
-                  hidden.get(), scales.get(), nullptr, l.mixed());
-    ASSERT_EQ(differences(hidden.host(), expected.host()), 0u) << "width " << width;
+  for (const LowRank& low_rank : {l.mixed(), l.only(1)}) {
+    const Buffer<uint16_t> gate_up(layer.run(256, low_rank));
+    Buffer<uint8_t> expected(layer.rows * 256);
+    Buffer<float> expected_scales(layer.rows * block_stride(256));
+    swiglu_quantise(gate_up.get(), layer.rows, 512, route_device.get(), 10, expected.get(), expected_scales.get(),
+                    nullptr);
+    for (const int width : {8, 16, 64, 256}) {
+      const PlanOnDevice p(counts, layer.rows, 512, width);
+      Buffer<uint8_t> hidden(layer.rows * 256);
+      Buffer<float> scales(layer.rows * block_stride(256));
+      linear_swiglu(layer.w.on_device(layer.records, layer.bases), layer.x.get(), p.plan, route_device.get(), 10,
+                    hidden.get(), scales.get(), nullptr, low_rank);
+      ASSERT_EQ(differences(hidden.host(), expected.host()), 0u) << "width " << width;
+    }
   }
 }
 TEST(Lora, SwigluEqualsItsParts) { check_swiglu(WeightFormat::fp4), check_swiglu(WeightFormat::fp8); }

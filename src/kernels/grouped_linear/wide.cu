@@ -18,6 +18,7 @@
 #include "kernels/grouped_linear/problem.cuh"
 #include "kernels/grouped_linear/wide_parts.cuh"
 #include "kernels/hopper/barrier.cuh"
+#include "kernels/hopper/copy.cuh"
 #include "kernels/hopper/tma.cuh"
 #include "kernels/hopper/wgmma_fp8.cuh"
 #include "kernels/launch.cuh"
@@ -279,7 +280,6 @@ __device__ __forceinline__ void write_hidden(const float (&total)[2][64], int sl
 template <Epilogue kEpilogue, bool kLowRank, typename M>
 __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner, int thread) {
   const int warp = uniform(thread / 32), lane = thread % 32;
-  const Place place{owner, warp, lane};
   // uniform() keeps these in registers; the compiler would derive them anew before each product.
   const uint32_t tokens_low = uniform(swizzled_low(m.start + owner * M::kSlabSlots * M::kSlabBytes));
   const uint32_t weights_low = uniform(swizzled_low(m.start + M::kWeightStart));
@@ -335,11 +335,32 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
                       m.scales_empty(ring_slot<2>(scale_step / kScaleChunk)));
   };
 
+  // Made anew for each epilogue: registers are short in between.
+  const auto fresh_place = [] {
+    const int thread = fresh_thread_index();
+    return Place{thread / 128 - 2, thread / 32 % 4, thread % 32};
+  };
+  // The corners in which results are staged serve low-rank factors until then.
+  static_assert(lora::kCornerBytes <= M::kWarpOutputBytes);
+  const auto staged = [&](const Place& place) {
+    return lora::Staged{m.start + M::kOutputStart + place.owner * 4 * M::kWarpOutputBytes, M::kWarpOutputBytes};
+  };
+  const auto outputs_of = [&](const Tile& tile, int part) {
+    return lora::Outputs{tile.group, p.n, (tile.weight_tile * M::kParts + part) * kBlock};
+  };
+
   for (uint32_t item = 0;; ++item) {
     const int rows = uniform(queue_read(m, item).rows);
     if (rows == 0) return;
     const int slabs = (rows > owner * kSlabRows) + (rows > (owner + 2) * kSlabRows);
     for (int part = 0; part < M::kParts; ++part) {
+      if (kLowRank && lora::can_stage(p.low_rank)) {
+        const Tile tile = queue_read(m, item);
+        const Place place = fresh_place();
+        const int row = place.first_row(place.lane / 16) + place.lane % 16;
+        lora::stage(p.low_rank, outputs_of(tile, part), staged(place), tile.first_row + min(row, tile.rows - 1),
+                    place.warp, place.lane);
+      }
 #pragma unroll
       for (int i = 0; i < 64; ++i) total[0][i] = total[1][i] = partial[i] = 0.0f;  // partial: dead in the epilogue
       if (slabs > 0) wait_for(step, scale_step, tokens);
@@ -381,9 +402,17 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
       }
 
       const Tile tile = queue_read(m, item);
-      if constexpr (kLowRank)
-        add_low_rank(total, slabs, p.low_rank, {tile.group, p.n, (tile.weight_tile * M::kParts + part) * kBlock}, tile,
-                     place);
+      const Place place = fresh_place();
+      if constexpr (kLowRank) {
+        if (lora::can_stage(p.low_rank)) {
+          copy_wait<0>();
+          group_barrier(1 + place.owner, 128);
+          lora::add_staged(total, slabs, p.low_rank.rank, staged(place), place.warp, place.lane);
+          group_barrier(1 + place.owner, 128);  // the corners are free for results
+        } else {
+          add_low_rank(total, slabs, p.low_rank, outputs_of(tile, part), tile, place);
+        }
+      }
       if constexpr (kEpilogue == Epilogue::bf16) {
         write_bf16(m, total, tile, place, p.out, p.n);
       } else {

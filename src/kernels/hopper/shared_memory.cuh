@@ -30,6 +30,11 @@ __device__ __forceinline__ float4 load_shared_floats(uint32_t address) {
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
   return v;
 }
+__device__ __forceinline__ float2 load_shared_float2(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
+  return v;
+}
 __device__ __forceinline__ float load_shared_float(uint32_t address) {
   float v;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
@@ -76,6 +81,14 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
 // branches and addresses that depend on it stay on the uniform path (after a shuffle they would not).
 __device__ __forceinline__ int uniform(int value) {
   return static_cast<int>(__reduce_or_sync(~0u, static_cast<unsigned>(value)));
+}
+
+// threadIdx.x, read where it stands: what is derived from it in a loop is not moved out of the loop, where it would
+// take a register, or a spill, all the way through.
+__device__ __forceinline__ int fresh_thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
 }
 
 // The lane's own value through an identity shuffle. Short of registers, the compiler otherwise derives such values from

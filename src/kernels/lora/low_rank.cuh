@@ -10,7 +10,9 @@
 
 #include <cstdint>
 
+#include "kernels/hopper/copy.cuh"
 #include "kernels/hopper/mma.cuh"
+#include "kernels/hopper/shared_memory.cuh"
 #include "kernels/lora/lora.h"
 
 namespace plumb::kernels::lora {
@@ -88,6 +90,56 @@ __device__ __forceinline__ void add_to_rows(float (&d)[kSlabs][64], int slabs, c
           for (int k = 0; k < 4; ++k)
             if (adapter[2 * s + k / 2] == now) d[s][4 * i + k] = c[k];
         }
+      }
+    }
+  }
+}
+
+// The same sums where T and the factor were brought into shared memory while the tile's products ran: for one adapter
+// of all rows and up to kStagedRank. Each of the four warps of a warpgroup has a corner: T of its own 32 rows, then a
+// quarter of the factor of 128 outputs.
+constexpr int kStagedRank = 8, kCornerBytes = 32 * kStagedRank * 4 + kStagedRank / 4 * 512;
+__device__ __forceinline__ bool can_stage(const LowRank& l) { return !l.adapter && l.rank <= kStagedRank; }
+struct Staged {
+  uint32_t corners;  // shared-memory address of the first
+  int step;          // bytes from one warp's corner to the next
+  // T of row 16 s + r of a warp's slab s, from number j of the rank on.
+  __device__ __forceinline__ uint32_t t(int warp, int row, int j) const {
+    return corners + warp * step + (row * kStagedRank + j) * 4;
+  }
+  __device__ __forceinline__ uint32_t factor(int quarter, int j, int lane) const {
+    return corners + quarter * step + 32 * kStagedRank * 4 + j * 128 + lane * 16;
+  }
+};
+// A warp's corner. row: of lane 16 s + r, the one that its slab s has in place r.
+__device__ __forceinline__ void stage(const LowRank& l, const Outputs& o, const Staged& staged, int row, int warp,
+                                      int lane) {
+  for (int j = 0; j < l.rank; j += 4) {
+    hopper::copy16(staged.t(warp, lane, j), l.t + static_cast<size_t>(row) * l.t_stride + j, 16);
+    hopper::copy16(staged.factor(warp, j, lane), factor_of(l, 0, o, j) + warp * 128 + lane * 4, 16);
+  }
+  hopper::copy_commit();
+}
+// After all four warps' copies have arrived.
+__device__ __forceinline__ void add_staged(float (&d)[2][64], int slabs, int rank, const Staged& staged, int warp,
+                                           int lane) {
+  for (int j = 0; j < rank; j += 4) {
+    uint4 b[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) b[i] = hopper::load_shared_16(staged.factor(i, j, lane));
+#pragma unroll
+    for (int s = 0; s < 2; ++s) {
+      if (s >= slabs) break;
+      const uint32_t t = staged.t(warp, s * 16 + lane / 4, j + lane % 2 * 2);
+      const Split upper = split(hopper::load_shared_float2(t)),
+                  lower = split(hopper::load_shared_float2(t + 8 * kStagedRank * 4));
+#pragma unroll
+      for (int i = 0; i < 16; ++i) {
+        const uint32_t word = i % 4 == 0 ? b[i / 4].x : i % 4 == 1 ? b[i / 4].y : i % 4 == 2 ? b[i / 4].z : b[i / 4].w;
+        float c[4] = {d[s][4 * i], d[s][4 * i + 1], d[s][4 * i + 2], d[s][4 * i + 3]};
+        hopper::multiply_16x8(c, upper.high, lower.high, upper.low, lower.low, word, word);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) d[s][4 * i + k] = c[k];
       }
     }
   }
