@@ -26,7 +26,7 @@ struct Shared {
   float reference[2][kTileHeads];          // [buffer] the softmax's reference after this block
   float sums[2][2][kTileHeads];      // [item parity][warpgroup] sum of its weights, relative to the last reference
   alignas(8) uint8_t present[2][8];  // [buffer] bit k of byte w: entry 8 w + k of the block is a key
-  uint64_t q_full, q_empty;
+  uint64_t q_full, q_empty, sums_full;
   uint64_t keys_full[2][2], keys_empty[2][2];  // [buffer][column half]
   uint64_t weights_full[2];  // [buffer] weights and reference. They are free again when the buffer's keys are.
 };
@@ -219,7 +219,8 @@ __device__ __forceinline__ void consume(Shared& s, const SparseAttentionForward&
       sum += __shfl_xor_sync(~0u, sum, 2);
       if (quad == 0) sums[group][row + 8 * half] = sum;
     }
-    group_barrier(1, kConsumers);
+    barrier_arrive(&s.sums_full);
+    barrier_wait(&s.sums_full, item_number & 1);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int head = row + 8 * half;
@@ -248,6 +249,7 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
   if (threadIdx.x == 0) {
     barrier_init(&s.q_full, 256);
     barrier_init(&s.q_empty, 256);  // every thread arrives, see backward.cu
+    barrier_init(&s.sums_full, kConsumers);
     for (int i = 0; i < 2; ++i) {
       barrier_init(&s.weights_full[i], 128);
       for (int half = 0; half < 2; ++half) {
