@@ -6,6 +6,7 @@
 //   warpgroups 2, 3   producers. They gather Q and the key rows, 16 bytes a copy, the left half of the columns first:
 //                     scores can start on it, and each half is free again when its warpgroup has added the block.
 // V is the same shared-memory block as K, read with its rows contracted.
+// few_queries.cu has the kernel for so few items that most multiprocessors would have none.
 #include <algorithm>
 #include <type_traits>
 
