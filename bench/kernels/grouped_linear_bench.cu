@@ -168,6 +168,15 @@ void dense_runs(Report& report, const Rows& r) {
   }
 }
 
+// One token; each launch takes another of many matrices.
+void dense_decode_runs(Report& report, const Rows& r) {
+  for (const auto& [n, k] : {std::pair{1024, 4096}, {4096, 4096}, {4096, 8192}, {32768, 1024}}) {
+    const Weights w = random_weights(WeightFormat::fp8, kExperts, n, k);
+    decode_runs(report, ("dense [" + std::to_string(n) + ", " + std::to_string(k) + "]").c_str(), w, r, 1, 1, 8, false);
+    release(w);
+  }
+}
+
 void sort_and_combine(Report& report, const Rows& r) {
   constexpr int kTopK = 6, kTokens = kRows / kTopK;
   std::mt19937 random(12);
@@ -236,5 +245,6 @@ int main(int argc, char** argv) {
     release(w);
   }
   dense_runs(report, r);
+  dense_decode_runs(report, r);
   report.write(argc, argv);
 }

@@ -9,17 +9,11 @@
 // a multiprocessor: one's chain from a stage's arrival to its release is filled with the other's work.
 #include <algorithm>
 
-#include "kernels/grouped_linear/activation.cuh"
-#include "kernels/grouped_linear/problem.cuh"
-#include "kernels/hopper/barrier.cuh"
-#include "kernels/hopper/tma.cuh"
-#include "kernels/hopper/wgmma_fp8.cuh"
+#include "kernels/grouped_linear/narrow_parts.cuh"
 #include "kernels/launch.cuh"
 
 namespace plumb::kernels::grouped_linear {
 namespace {
-
-using namespace hopper;
 
 constexpr int kThreads = 384, kConsumers = 256;
 constexpr int kScaleChunk = 8;  // K blocks whose scales are prepared together
@@ -93,12 +87,6 @@ __device__ __forceinline__ void feed(const M& m, const CUtensorMap* map, const P
   });
 }
 
-// Where the scale of a token lies in its row: a thread then finds the four scales it needs next to each other. Even and
-// odd tokens are swapped, so that a scale lands in a register of the other bank than the accumulator it multiplies.
-__device__ __forceinline__ int scale_place(int token) {
-  return (token / 16) * 16 + ((token % 8) / 2) * 4 + ((token / 8) & 1) * 2 + ((token & 1) ^ 1);
-}
-
 // Token scale * weight base, in the order in which the consumers read.
 template <int kTokens, typename M>
 __device__ __forceinline__ void prepare_scales(const M& m, const Problem& p, int lane) {
@@ -123,39 +111,6 @@ __device__ __forceinline__ void prepare_scales(const M& m, const Problem& p, int
   });
 }
 
-// total += partial * scale for both slabs.
-template <int kTokens>
-__device__ __forceinline__ void promote(float (&total)[2][kTokens / 2], const float (&partial)[2][kTokens / 2],
-                                        uint32_t scales) {
-#pragma unroll
-  for (int pair = 0; pair < (kTokens + 15) / 16; ++pair) {  // 16 tokens
-    const float4 s = load_shared_floats(scales + pair * 64);
-#pragma unroll
-    for (int slab = 0; slab < 2; ++slab)
-#pragma unroll
-      for (int i = 8 * pair; i < 8 * pair + 8 && i < kTokens / 2; ++i)
-        total[slab][i] = fmaf(partial[slab][i], i & 4 ? (i & 1 ? s.z : s.w) : (i & 1 ? s.x : s.y), total[slab][i]);
-  }
-}
-
-// A thread's 64-row results -> the staging area, transposed: tokens as rows.
-template <int kTokens, typename M>
-__device__ __forceinline__ void stage_slab(const M& m, const float (&total)[kTokens / 2], int slab, int warp,
-                                           int lane) {
-  const int matrix = lane / 8;
-#pragma unroll
-  for (int pair = 0; pair < (kTokens + 15) / 16; ++pair) {
-    const int token = (pair * 16 + (matrix / 2) * 8 + lane % 8) % kTokens;
-    const uint32_t at = m.output(slab, token, warp * 2 + (matrix & 1));
-    const float* v = &total[8 * pair];
-    if constexpr (kTokens >= 16)
-      store_matrices_transposed(at, pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]), pack_bf16(v[4], v[5]),
-                                pack_bf16(v[6], v[7]));
-    else
-      store_matrices_transposed(at, pack_bf16(v[0], v[1]), pack_bf16(v[2], v[3]));
-  }
-}
-
 template <typename M>
 __device__ __forceinline__ void write_bf16(const M& m, const Problem& p, const Tile& tile, int thread) {
   for (int i = thread; i < tile.rows * 32; i += kConsumers) {
@@ -163,29 +118,6 @@ __device__ __forceinline__ void write_bf16(const M& m, const Problem& p, const T
     *reinterpret_cast<uint4*>(p.out + static_cast<size_t>(tile.first_row + token) * p.n +
                               tile.weight_tile * kRecordRows + chunk * 8) =
         load_shared_16(m.output(chunk / 8, token, chunk % 8));
-  }
-}
-
-// A warp a token; a lane holds the four hidden units at places 4 lane .. 4 lane + 3 (place_of_row): weight rows
-// 16 (lane % 8) + 2 (lane / 8) + {0, 1} and the same + 8.
-template <typename M>
-__device__ __forceinline__ void write_hidden(const M& m, const Problem& p, const Tile& tile, int thread) {
-  const int lane = thread % 32, pair = lane % 8, slab = pair / 4, chunk = pair % 4 * 2, byte = lane / 8 * 4;
-  for (int token = thread / 32; token < tile.rows; token += kConsumers / 32) {
-    const size_t row = tile.first_row + token;
-    const float weight = p.route_weight ? p.route_weight[row] : 1.0f;
-    uint32_t hidden[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      hidden[i] = swiglu_pair(load_shared_4(m.output(slab, token, chunk + i) + byte),
-                              load_shared_4(m.output(2 + slab, token, chunk + i) + byte), p.limit, weight);
-    float amax = largest_of_pair(max_magnitude(max_magnitude(0, hidden[0]), hidden[1]));
-#pragma unroll
-    for (int step = 16; step; step /= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
-    const float scale = fp8_scale(amax);
-    *reinterpret_cast<uint32_t*>(p.hidden + row * (p.n / 2) + tile.weight_tile * kBlock + lane * 4) =
-        quantise_four(hidden[0], hidden[1], inverse_of_power(scale));
-    if (lane == 0) p.hidden_scales[row * p.hidden_stride + tile.weight_tile] = scale;
   }
 }
 
@@ -261,7 +193,7 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
     if constexpr (kEpilogue == Epilogue::bf16)
       write_bf16(m, p, tile, owner * 128 + thread);
     else
-      write_hidden(m, p, tile, owner * 128 + thread);
+      write_hidden<kConsumers>(m, p, tile, owner * 128 + thread);
     group_barrier(1, kConsumers);  // the staging area is free for the next tile
   });
 }
@@ -310,6 +242,8 @@ void launch(WeightFormat format, Epilogue epilogue, int64_t tiles, int multiproc
 
 void launch_narrow(int width, WeightFormat format, Epilogue epilogue, int64_t tiles, int multiprocessors,
                    const CUtensorMap& tokens, const Problem& p, cudaStream_t stream) {
+  if (few_tiles(width, tiles, p.k_blocks, multiprocessors))
+    return launch_slabs(width, format, epilogue, tiles, tokens, p, stream);
   (width == 8    ? launch<8>
    : width == 16 ? launch<16>
                  : launch<64>)(format, epilogue, tiles, multiprocessors, tokens, p, stream);

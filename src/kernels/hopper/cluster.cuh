@@ -15,8 +15,13 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 
 // All threads of all blocks of the cluster. Needed before the first access to another block's shared memory, and before
 // a block ends that others may still write to.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+  cluster_arrive();
+  cluster_wait();
 }
 
 // Arrives on the barrier that lies at `barrier` in the shared memory of block `rank`.
@@ -48,6 +53,15 @@ __device__ __forceinline__ void store_float_at(uint32_t address, uint32_t rank, 
       "mapa.shared::cluster.u32 there, %0, %1;\n"
       "st.shared::cluster.f32 [there], %2; }" ::"r"(address),
       "r"(rank), "f"(value)
+      : "memory");
+}
+
+__device__ __forceinline__ void store_16_at(uint32_t address, uint32_t rank, uint4 v) {
+  asm volatile(
+      "{ .reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "st.shared::cluster.v4.b32 [there], {%2, %3, %4, %5}; }" ::"r"(address),
+      "r"(rank), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
       : "memory");
 }
 

@@ -148,8 +148,8 @@ __device__ __forceinline__ void add_staged(float (&d)[2][64], int slabs, int ran
 // Rows as the columns of the product (decoding): d[s][4 j + 2 h + b] is output 64 s + 16 warp + r + 8 h, row first_row
 // + 8 j
 // + 2 q + b of lane (r, q); those from `rows` on do not exist.
-template <int kTokens>
-__device__ __forceinline__ void add_to_columns(float (&d)[2][kTokens / 2], const LowRank& l, const Outputs& o,
+template <int kTokens, int kSlabs>
+__device__ __forceinline__ void add_to_columns(float (&d)[kSlabs][kTokens / 2], const LowRank& l, const Outputs& o,
                                                int first_row, int rows, int warp, int lane) {
   constexpr int kOwn = kTokens / 4;
   const int q = lane % 4;
@@ -162,15 +162,15 @@ __device__ __forceinline__ void add_to_columns(float (&d)[2][kTokens / 2], const
   for (int now = next_adapter(adapter, -1); now != kNoAdapter; now = next_adapter(adapter, now)) {
     for (int j = 0; j < l.rank; j += 4) {
       const uint32_t* factor = factor_of(l, now, o, j);
-      uint32_t a[2][2];
+      uint32_t a[kSlabs][2];
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
+      for (int i = 0; i < 2 * kSlabs; ++i)
         a[i / 2][i % 2] = __ldg(factor + factor_word(i / 2 * 64 + warp * 16 + i % 2 * 8 + lane / 4, q));
 #pragma unroll
       for (int tokens = 0; tokens < kTokens / 8; ++tokens) {
         const Split t = split(own_pair(l, first_row + min(tokens * 8 + lane / 4, rows - 1), j, q));
 #pragma unroll
-        for (int s = 0; s < 2; ++s) {
+        for (int s = 0; s < kSlabs; ++s) {
           float* sum = &d[s][4 * tokens];
           float c[4] = {sum[0], sum[1], sum[2], sum[3]};
           hopper::multiply_16x8(c, a[s][0], a[s][1], a[s][0], a[s][1], t.high, t.low);
