@@ -145,7 +145,7 @@ __global__ void __cluster_dims__(kSlabs, 1, 1) __launch_bounds__(kThreads, kBloc
   if (threadIdx.x == 0) prefetch_map(&tokens), m.init_barriers();
   if (index >= *p.tile_count) return;  // the whole cluster
   __syncthreads();
-  if (kEpilogue == Epilogue::swiglu) cluster_arrive();  // this block runs: its memory may be written
+  if (kEpilogue == Epilogue::swiglu) cluster_arrive_relaxed();  // this block runs: its memory may be written
 
   const int thread = threadIdx.x % 128;
   if (uniform(threadIdx.x / 128) == 0) {
@@ -155,7 +155,7 @@ __global__ void __cluster_dims__(kSlabs, 1, 1) __launch_bounds__(kThreads, kBloc
     else if (thread >= 128 - kScalers)
       prepare_scales<kTokens>(m, p, tile, slab, thread - (128 - kScalers));
     __syncwarp();
-    if (kEpilogue == Epilogue::swiglu) cluster_wait(), cluster_sync();
+    if (kEpilogue == Epilogue::swiglu) cluster_wait(), cluster_arrive_relaxed(), cluster_wait();
   } else {
     take_registers<88>();
     consume<kTokens>(m, p, tile, slab, thread);

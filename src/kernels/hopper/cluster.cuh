@@ -1,5 +1,5 @@
 // Blocks of a cluster: one copy feeds several, memory and barriers of another block are reached by its rank.
-// Source: PTX ISA, "cp.async.bulk.tensor" (multicast), "cp.async.bulk", "mapa", "barrier.cluster".
+// Source: PTX ISA, "cp.async.bulk.tensor" (multicast), "cp.async.bulk", "st.async", "mapa", "barrier.cluster".
 #pragma once
 #include <cuda.h>
 
@@ -14,9 +14,13 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 }
 
 // All threads of all blocks of the cluster. Needed before the first access to another block's shared memory, and before
-// a block ends that others may still write to.
+// a block ends that others may still write to. Relaxed: orders no memory, and spares the fence that release costs (a
+// membar of the whole device); enough where nothing written before is read after, as when memory is free again.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_sync() {
@@ -46,22 +50,25 @@ __device__ __forceinline__ void barrier_wait_cluster(uint32_t barrier, uint32_t 
       : "memory");
 }
 
-// A float to what lies at `address` in the shared memory of block `rank`.
-__device__ __forceinline__ void store_float_at(uint32_t address, uint32_t rank, float value) {
-  asm volatile(
-      "{ .reg .b32 there;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "st.shared::cluster.f32 [there], %2; }" ::"r"(address),
-      "r"(rank), "f"(value)
-      : "memory");
-}
-
+// 16 bytes to what lies at `address` in the shared memory of block `rank`; a cluster_sync must follow.
 __device__ __forceinline__ void store_16_at(uint32_t address, uint32_t rank, uint4 v) {
   asm volatile(
       "{ .reg .b32 there;\n"
       "mapa.shared::cluster.u32 there, %0, %1;\n"
       "st.shared::cluster.v4.b32 [there], {%2, %3, %4, %5}; }" ::"r"(address),
       "r"(rank), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+      : "memory");
+}
+
+// A float to what lies at `address` in the shared memory of block `rank`, whose `barrier` receives the four bytes: no
+// fence, which an arrival there after an ordinary store would need.
+__device__ __forceinline__ void send_float(uint32_t address, uint32_t rank, float value, uint32_t barrier) {
+  asm volatile(
+      "{ .reg .b32 there, signal;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mapa.shared::cluster.u32 signal, %3, %1;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %2, [signal]; }" ::"r"(address),
+      "r"(rank), "r"(__float_as_uint(value)), "r"(barrier)
       : "memory");
 }
 

@@ -30,8 +30,9 @@ static_assert(sizeof(Weights) % 1024 == 0);
 struct Shared {
   alignas(1024) uint8_t q[2][kHalfBytes];  // [column half]
   union {
-    uint8_t keys[2][kHalfBytes];  // of this CTA's block; scored by all CTAs before the first weights arrive
-    Weights weights[kCluster];    // [block of the round]
+    // Of this CTA's block. Free when its largest scores are sent, and nobody sends weights before he has them from all.
+    uint8_t keys[2][kHalfBytes];
+    Weights weights[kCluster];  // [block of the round]
   };
   uint8_t values[kCluster][kPanelBytes];  // [block of the round] this CTA's 64 columns of its keys
   Weights own;                            // of this CTA's block, to be sent
@@ -151,12 +152,9 @@ struct Consumer {
       for (int half = 0; half < 2; ++half)
 #pragma unroll
         for (int cta = 0; cta < kCluster / 4; ++cta)
-          store_float_at(shared_address(&s.largest[round.rank][row + 8 * half]), quad * (kCluster / 4) + cta,
-                         top[half]);
+          send_float(shared_address(&s.largest[round.rank][row + 8 * half]), quad * (kCluster / 4) + cta, top[half],
+                     shared_address(&s.largest_full));
     }
-#pragma unroll
-    for (int cta = 0; cta < kCluster / 4; ++cta)
-      barrier_arrive_at(shared_address(&s.largest_full), quad * (kCluster / 4) + cta);
     barrier_wait_cluster(shared_address(&s.largest_full), parity);
     float reference[2] = {softmax[0].reference[0], softmax[0].reference[1]};
 #pragma unroll
@@ -247,7 +245,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   Shared& s = *reinterpret_cast<Shared*>(raw);
   const int index = blockIdx.x / kCluster, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   if (threadIdx.x == 0) {
-    barrier_init(&s.largest_full, kCluster * kConsumers / 4);  // a quarter of each CTA's consumers sends to this one
+    barrier_init(&s.largest_full, 1);
     barrier_init(&s.weights_full, 1);
     barrier_init_fence();
   }
@@ -262,14 +260,16 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   uint32_t parity = 0;
   for (int first = 0; first < blocks; first += kCluster, parity ^= 1) {
     const Round round{item, first, min(kCluster, blocks - first), static_cast<int>(cluster_rank())};
-    if (threadIdx.x == 0)
+    if (threadIdx.x == 0) {
+      barrier_arrive_expect(shared_address(&s.largest_full), round.count * static_cast<uint32_t>(sizeof(s.largest[0])));
       barrier_arrive_expect(shared_address(&s.weights_full), round.count * static_cast<uint32_t>(sizeof(Weights)));
+    }
     if (round.has_own()) gather_keys<kFp8>(s, p, round);
     copy_commit();
     if (!kFp8 && warp >= 8) gather_values<kFp8>(s, p, round);
     copy_commit();
     prefetch_keys(p, round);
-    if (first == 0) cluster_sync();  // all barriers are there
+    if (first == 0) cluster_arrive_relaxed(), cluster_wait();  // all barriers are there
     copy_wait<1>();
     async_proxy_fence();
     __syncthreads();
@@ -291,7 +291,7 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       copy_bulk_at(shared_address(&s.weights[round.rank]), lane, shared_address(&s.own), sizeof(Weights),
                    shared_address(&s.weights_full));
     if (threadIdx.x < kConsumers) consumer.add_blocks(round, parity);
-    cluster_sync();  // weights and values may be overwritten, and what was sent has arrived
+    cluster_arrive_relaxed(), cluster_wait();  // weights and values may be overwritten, and what was sent has arrived
   }
   if (threadIdx.x < kConsumers) consumer.finish(p, index, static_cast<int>(cluster_rank()));
 }
