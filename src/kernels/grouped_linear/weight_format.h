@@ -107,7 +107,12 @@ PLUMB_HOST_DEVICE uint32_t expand_first(MagnitudeTable table, uint32_t word) {  
   return permute_bytes(table.small, table.large, word & 0x77777777u) | (word & 0x80808080u);
 }
 PLUMB_HOST_DEVICE uint32_t expand_second(MagnitudeTable table, uint32_t word) {  // codes 4-7
-  return permute_bytes(table.small, table.large, (word & 0x77777777u) >> 16) | (word << 4 & 0x80808080u);
+  const uint32_t selectors = word & 0x77777777u;
+  uint32_t upper = selectors >> 16;
+#ifdef __CUDA_ARCH__
+  asm("shr.u32 %0, %1, 16;" : "=r"(upper) : "r"(selectors));  // the compiler would mask the upper half anew
+#endif
+  return permute_bytes(table.small, table.large, upper) | (word << 4 & 0x80808080u);
 }
 
 // Where word `index` (0..7) of a warpgroup's thread 0..127 lies in a slab, and what it holds: row `row` of the slab,
