@@ -250,8 +250,7 @@ __device__ __forceinline__ void multiply_tile(const M& m, float (&total)[2][64],
 
 template <bool kLowRank, typename M>
 __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner, int thread) {
-  const Place place{owner, uniform(thread / 32), thread % 32};
-  const bool speaker = place.lane == 0;
+  const bool speaker = thread % 32 == 0;
   uint32_t step = 0;
   float total[2][64];
   for (uint32_t item = 0;; ++item) {
@@ -266,6 +265,7 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
       multiply_tile<0>(m, total, step, steps_of(p), owner, speaker);
     if (slabs > 0) {
       const Tile tile = queue_read(m, item);
+      const Place place = fresh_place();
       const int width = p.k_blocks * kBlock;
       if constexpr (kLowRank)
         add_low_rank(total, slabs, p.low_rank, {tile.group, width, tile.weight_tile * kBlock}, tile, place);

@@ -335,11 +335,6 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
                       m.scales_empty(ring_slot<2>(scale_step / kScaleChunk)));
   };
 
-  // Made anew for each epilogue: registers are short in between.
-  const auto fresh_place = [] {
-    const int thread = fresh_thread_index();
-    return Place{thread / 128 - 2, thread / 32 % 4, thread % 32};
-  };
   // The corners in which results are staged serve low-rank factors until then.
   static_assert(lora::kCornerBytes <= M::kWarpOutputBytes);
   const auto staged = [&](const Place& place) {

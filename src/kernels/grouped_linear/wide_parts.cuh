@@ -37,6 +37,12 @@ struct Place {  // of a consumer thread
   __device__ __forceinline__ int first_row(int slab) const { return (owner + 2 * slab) * kSlabRows + warp * 16; }
 };
 
+// Of this thread; made anew for each epilogue, because registers are short in between.
+__device__ __forceinline__ Place fresh_place() {
+  const int thread = fresh_thread_index();
+  return {thread / 128 - 2, thread / 32 % 4, thread % 32};
+}
+
 // A warp owns 16 rows of a slab: it turns 16 x 64 results into rows of 128 bytes in its own corner of shared memory.
 // out: [rows, width]; the tile's 128 columns.
 template <typename M>
