@@ -2,12 +2,16 @@
 // work of one multiprocessor. Rounds of eight blocks:
 //   1. CTA r scores block r of the round and sends the largest score of each head to all CTAs.
 //   2. Each CTA walks through all largest scores in order of the list and so knows every reference of the softmax. It
-//      makes the weights of its own block and sends them to all CTAs, with the lanes' sums of them.
+//      makes the weights of its own block and sends them to the other CTAs, with the lanes' sums of them.
 //   3. CTA r adds the values of all blocks, in order of the list, to output columns 64 r to 64 r + 63.
 // The bits are those of forward.cu. Scores, weights and the sums of a block are the same instructions on the same
 // numbers; a largest score is exact, whoever finds it; an output column meets the same blocks in the same order with
 // the same factors between them, only no longer in one CTA with all other columns; sums of even and odd blocks are kept
 // apart, as the two warpgroups there do. Nothing is summed across CTAs.
+//
+// One cluster barrier a round: a CTA arrives when it has received and read all that the others sent, and waits before
+// it makes or sends anything in the next round, when it has already asked for the next keys and values. The last wait,
+// after the output, keeps its memory until the others have received what it sent.
 #include "kernels/hopper/cluster.cuh"
 #include "kernels/sparse_attention/forward_parts.cuh"
 
@@ -32,10 +36,10 @@ struct Shared {
   union {
     // Of this CTA's block. Free when its largest scores are sent, and nobody sends weights before he has them from all.
     uint8_t keys[2][kHalfBytes];
-    Weights weights[kCluster];  // [block of the round]
+    Weights weights[kCluster];  // [block of the round] from the others
   };
   uint8_t values[kCluster][kPanelBytes];  // [block of the round] this CTA's 64 columns of its keys
-  Weights own;                            // of this CTA's block, to be sent
+  Weights own;                            // of this CTA's block; sent from here
   float largest[kCluster][kTileHeads];    // [block of the round]
   alignas(8) uint8_t present[8];          // bit k of byte w: entry 8 w + k of this CTA's block is a key
   uint64_t largest_full, weights_full;
@@ -118,6 +122,11 @@ __device__ __forceinline__ void prefetch_keys(const SparseAttentionForward& p, c
                                                   static_cast<size_t>(entry) * bytes + line * 128));
 }
 
+// For descriptors, which the compiler then computes once a warp: four moves a product less.
+__device__ __forceinline__ uint32_t uniform_address(const void* shared) {
+  return static_cast<uint32_t>(uniform(shared_address(shared)));
+}
+
 // Warpgroup 0 of a CTA.
 struct Consumer {
   Shared& s;
@@ -141,7 +150,7 @@ struct Consumer {
       product_fence();
 #pragma unroll
       for (int half = 0; half < 2; ++half)
-        issue_scores(scores, shared_address(s.q[half]), shared_address(s.keys[half]), half == 0);
+        issue_scores(scores, uniform_address(s.q[half]), uniform_address(s.keys[half]), half == 0);
       product_commit();
       product_wait<0>();
       pin(scores);
@@ -167,7 +176,8 @@ struct Consumer {
       }
   }
 
-  __device__ void make_own_weights(const Round& round, float (&scores)[32]) {
+  // Not to this CTA, which uses its own ones where they are: memcheck takes a bulk copy to the own CTA for an error.
+  __device__ void send_own_weights(const Round& round, float (&scores)[32]) {
     float reference[2] = {to[0][0], to[0][1]};
 #pragma unroll
     for (int b = 1; b < kCluster; ++b)
@@ -177,6 +187,12 @@ struct Consumer {
     store_weights(shared_address(s.own.panel), weights, row);
 #pragma unroll
     for (int half = 0; half < 2; ++half) s.own.sums[half][threadIdx.x] = sum_of_weights(scores, half);
+    async_proxy_fence();
+    group_barrier(1, kConsumers);
+    const int lane = threadIdx.x & 31, cta = (threadIdx.x >> 5) * 2 + lane;  // two from each warp
+    if (lane < 2 && cta != round.rank)
+      copy_bulk_at(shared_address(&s.weights[round.rank]), cta, shared_address(&s.own), sizeof(Weights),
+                   shared_address(&s.weights_full));
   }
 
   __device__ void add_blocks(const Round& round, uint32_t parity) {
@@ -184,6 +200,7 @@ struct Consumer {
 #pragma unroll
     for (int b = 0; b < kCluster; ++b) {
       if (b >= round.count) break;
+      const Weights& weights = b == round.rank ? s.own : s.weights[b];
       float factor[2];
       softmax[0].move(to[b], factor);
       softmax[1].move(to[b], factor);
@@ -194,14 +211,14 @@ struct Consumer {
 #pragma unroll
       for (int step = 0; step < kBlock / 16; ++step)
         wgmma<kColumnsContracted, kRowsContracted>(
-            o, tile_descriptor(shared_address(s.weights[b].panel) + step * 32),
-            tile_descriptor(shared_address(s.values[b]) + step * 2048, kPanelBytes), true);
+            o, tile_descriptor(uniform_address(weights.panel) + step * 32),
+            tile_descriptor(uniform_address(s.values[b]) + step * 2048, kPanelBytes), true);
       product_commit();
       Softmax& mine = softmax[b & 1];  // rounds are even: the block's own parity
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         mine.rebase(half);
-        mine.sum[half] += s.weights[b].sums[half][threadIdx.x];
+        mine.sum[half] += weights.sums[half][threadIdx.x];
       }
       product_wait<0>();
       pin(o);
@@ -258,18 +275,20 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   Consumer consumer{s, p.scale * kLog2e, warp * 16 + (lane >> 2)};
   consumer.start();
   uint32_t parity = 0;
+  cluster_arrive_relaxed();  // all barriers are there
   for (int first = 0; first < blocks; first += kCluster, parity ^= 1) {
     const Round round{item, first, min(kCluster, blocks - first), static_cast<int>(cluster_rank())};
     if (threadIdx.x == 0) {
       barrier_arrive_expect(shared_address(&s.largest_full), round.count * static_cast<uint32_t>(sizeof(s.largest[0])));
-      barrier_arrive_expect(shared_address(&s.weights_full), round.count * static_cast<uint32_t>(sizeof(Weights)));
+      barrier_arrive_expect(shared_address(&s.weights_full),
+                            (round.count - (round.has_own() ? 1 : 0)) * static_cast<uint32_t>(sizeof(Weights)));
     }
     if (round.has_own()) gather_keys<kFp8>(s, p, round);
     copy_commit();
     if (!kFp8 && warp >= 8) gather_values<kFp8>(s, p, round);
     copy_commit();
     prefetch_keys(p, round);
-    if (first == 0) cluster_arrive_relaxed(), cluster_wait();  // all barriers are there
+    cluster_wait();  // from here on the others may be written to
     copy_wait<1>();
     async_proxy_fence();
     __syncthreads();
@@ -281,26 +300,27 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     if (threadIdx.x < kConsumers) {
       float scores[32];
       consumer.score(round, parity, scores);
-      if (round.has_own()) consumer.make_own_weights(round, scores);
+      if (round.has_own()) consumer.send_own_weights(round, scores);
     }
     copy_wait<0>();
     async_proxy_fence();
     __syncthreads();
 
-    if (round.has_own() && warp == 4 && lane < kCluster)
-      copy_bulk_at(shared_address(&s.weights[round.rank]), lane, shared_address(&s.own), sizeof(Weights),
-                   shared_address(&s.weights_full));
     if (threadIdx.x < kConsumers) consumer.add_blocks(round, parity);
-    cluster_arrive_relaxed(), cluster_wait();  // weights and values may be overwritten, and what was sent has arrived
+    cluster_arrive_relaxed();  // what the others sent has been read
+    __syncthreads();           // keys and values may be overwritten
   }
   if (threadIdx.x < kConsumers) consumer.finish(p, index, static_cast<int>(cluster_rank()));
+  cluster_wait();
 }
 
 int items_of(const SparseAttentionForward& p) { return p.queries * (p.heads / kTileHeads); }
 
 }  // namespace
 
-bool few_queries(const SparseAttentionForward& p) { return items_of(p) * kCluster <= multiprocessors(); }
+// So many clusters run at once for certain: one that must wait for another costs more than the other kernel, unless
+// keys are widened, which clusters do so much faster that even two waves win.
+bool few_queries(const SparseAttentionForward& p) { return items_of(p) <= (p.kv_fp8 ? 16 : 8); }
 
 cudaError_t launch_few_queries(const SparseAttentionForward& p, cudaStream_t stream) {
   const auto kernel = p.kv_fp8 ? few_queries_kernel<true> : few_queries_kernel<false>;
