@@ -173,6 +173,7 @@ void dense_decode_runs(Report& report, const Rows& r) {
   for (const auto& [n, k] : {std::pair{1024, 4096}, {4096, 4096}, {4096, 8192}, {32768, 1024}}) {
     const Weights w = random_weights(WeightFormat::fp8, kExperts, n, k);
     decode_runs(report, ("dense [" + std::to_string(n) + ", " + std::to_string(k) + "]").c_str(), w, r, 1, 1, 8, false);
+    if (n == 4096 && k == 4096) decode_runs(report, "dense [4096, 4096] with SwiGLU", w, r, 1, 1, 8, true);
     release(w);
   }
 }

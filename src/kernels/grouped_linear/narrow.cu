@@ -242,7 +242,7 @@ void launch(WeightFormat format, Epilogue epilogue, int64_t tiles, int multiproc
 
 void launch_narrow(int width, WeightFormat format, Epilogue epilogue, int64_t tiles, int multiprocessors,
                    const CUtensorMap& tokens, const Problem& p, cudaStream_t stream) {
-  if (few_tiles(width, tiles, p.k_blocks, multiprocessors))
+  if (few_tiles(width, epilogue, tiles, p.k_blocks, multiprocessors))
     return launch_slabs(width, format, epilogue, tiles, tokens, p, stream);
   (width == 8    ? launch<8>
    : width == 16 ? launch<16>

@@ -74,7 +74,7 @@ __device__ __forceinline__ void write_hidden(const M& m, const Problem& p, const
 }
 
 // Of slab.cu. Whether it should take a product that launch_narrow was asked for.
-bool few_tiles(int width, int64_t tiles, int k_blocks, int multiprocessors);
+bool few_tiles(int width, Epilogue epilogue, int64_t tiles, int k_blocks, int multiprocessors);
 void launch_slabs(int width, WeightFormat format, Epilogue epilogue, int64_t tiles, const CUtensorMap& tokens,
                   const Problem& problem, cudaStream_t stream);
 

@@ -185,9 +185,10 @@ void launch(Epilogue epilogue, int64_t tiles, const CUtensorMap& tokens, const P
 }  // namespace
 
 // Tiles that the narrow kernel could not give to each multiprocessor, or barely: three slabs on the fullest one instead
-// of four.
-bool few_tiles(int width, int64_t tiles, int k_blocks, int multiprocessors) {
-  return width <= 16 && tiles * kSlabs <= 3 * multiprocessors && k_blocks <= kMostKBlocks;
+// of four. With SwiGLU the meeting of the slabs costs what that gains; there each slab must have a multiprocessor.
+bool few_tiles(int width, Epilogue epilogue, int64_t tiles, int k_blocks, int multiprocessors) {
+  const int slabs_each = epilogue == Epilogue::swiglu ? 1 : 3;
+  return width <= 16 && tiles * kSlabs <= slabs_each * multiprocessors && k_blocks <= kMostKBlocks;
 }
 
 void launch_slabs(int width, WeightFormat format, Epilogue epilogue, int64_t tiles, const CUtensorMap& tokens,
