@@ -147,4 +147,8 @@ void Tensor::check_type(DType wanted) const {
               std::string(dtype_name(wanted)) + " wanted, tensor is " + dtype_name(dtype_));
 }
 
+Tensor empty_like(const Tensor& x, Shape shape) { return Tensor::empty(std::move(shape), x.dtype()); }
+Tensor zeros_like(const Tensor& x) { return Tensor::zeros(x.shape(), x.dtype()); }
+Tensor to_host(const Tensor& x) { return x.clone(); }
+
 }  // namespace plumb

@@ -102,6 +102,12 @@ class Tensor {
   bool shape_known_ = false;  // tensors with zero elements are defined too
 };
 
+// A tensor of x's type, with x's shape or another one.
+Tensor empty_like(const Tensor& x, Shape shape);
+Tensor zeros_like(const Tensor& x);
+// A copy in the host's memory; bf16 becomes f32.
+Tensor to_host(const Tensor& x);
+
 template <class T>
 Tensor Tensor::of(const std::vector<T>& values, Shape shape) {
   if (shape.empty()) shape = {static_cast<int64_t>(values.size())};

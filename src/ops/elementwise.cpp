@@ -19,4 +19,14 @@ void add(const Tensor& x, const Tensor& into) {
   parallel_for(into.numel(), 65536, [=](int64_t begin, int64_t end) { add(from + begin, end - begin, to + begin); });
 }
 
+Tensor scaled(const Tensor& x, float factor) {
+  Tensor y = Tensor::empty(x.shape());
+  const float* from = x.f32();
+  float* to = y.f32();
+  parallel_for(x.numel(), 65536, [=](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) to[i] = from[i] * factor;
+  });
+  return y;
+}
+
 }  // namespace plumb::ops

@@ -23,7 +23,7 @@ void check_norm(const Tensor& x, const Tensor& weight) {
 
 }  // namespace
 
-Tensor rms_norm(const Tensor& x, const Tensor& weight, float eps) {
+Tensor rms_norm(const Tensor& x, const Tensor& weight, float eps, const RoundAt& at) {
   check_norm(x, weight);
   const int64_t width = x.size(1);
   Tensor y = Tensor::empty(x.shape());
@@ -39,6 +39,7 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, float eps) {
       });
     }
   });
+  round_point(at, y);
   return y;
 }
 
