@@ -1,7 +1,10 @@
 // The page to read: tokens -> streams -> layers -> hidden rows. T rows, n streams, d hidden size.
 #include "model/forward.h"
 
+#include <memory>
+
 #include "base/error.h"
+#include "model/device_adapters.h"
 #include "ops/norm.h"
 #include "ops/rows.h"
 #include "ops/sublayer.h"
@@ -9,14 +12,24 @@
 namespace plumb {
 namespace {
 
-PassContext context(WeightStore& weights, const SequencePlan& plan, const ForwardOptions& o) {
-  PassContext ctx = make_context(weights.config(), plan, o.numerics);
-  ctx.adapters = o.adapters;
-  ctx.cache = o.cache ? &o.cache->layers : nullptr;
-  ctx.taps = o.taps;
-  ctx.replay = o.replay;
-  return ctx;
-}
+// A pass of the model: its context, and what that points to.
+struct Pass {
+  Pass(WeightStore& weights, const SequencePlan& plan, const ForwardOptions& o)
+      : ctx(make_context(weights.config(), plan, o.numerics, weights.space())) {
+    if (o.adapters && weights.space() == Space::device) adapters = std::make_unique<DeviceAdapters>(*o.adapters);
+    ctx.adapters = adapters ? &adapters->batch() : o.adapters;
+    ctx.cache = o.cache ? &o.cache->layers : nullptr;
+    ctx.taps = o.taps;
+    ctx.replay = o.replay;
+  }
+  Pass(const Pass&) = delete;
+  void finish_gradients() const {
+    if (adapters) adapters->add_gradients();
+  }
+
+  PassContext ctx;
+  std::unique_ptr<DeviceAdapters> adapters;
+};
 
 // What stands in front of the LM head, of the backbone or of an MTP layer.
 template <class W>
@@ -54,7 +67,8 @@ int64_t kept_layer_bytes(const ModelConfig& c, int64_t rows) {
 
 ForwardResult forward(WeightStore& weights, const SequencePlan& plan, const ForwardOptions& o) {
   const ModelConfig& c = weights.config();
-  PassContext ctx = context(weights, plan, o);
+  const Pass pass(weights, plan, o);
+  const PassContext& ctx = pass.ctx;
   ForwardResult result;
 
   Tensor streams = ops::embed(weights.outer().embed, ctx.tensors.token, c.hc_mult);  // [T, n, d]
@@ -76,7 +90,8 @@ AuxiliaryResults backward(WeightStore& weights, const SequencePlan& plan, const 
                           const AuxiliaryLosses& aux) {
   const ModelConfig& c = weights.config();
   PLUMB_CHECK(static_cast<int>(result.streams.size()) == c.num_hidden_layers + 1, "forward must keep the streams");
-  PassContext ctx = context(weights, plan, o);
+  Pass pass(weights, plan, o);
+  PassContext& ctx = pass.ctx;
   ctx.taps = nullptr;
   AuxiliaryResults results;
 
@@ -96,6 +111,7 @@ AuxiliaryResults backward(WeightStore& weights, const SequencePlan& plan, const 
   }
 
   if (g.outer.embed.defined()) ops::embed_backward(d_streams, ctx.tensors.token, g.outer.embed);
+  pass.finish_gradients();
   return results;
 }
 
@@ -103,7 +119,12 @@ PlanShape plan_shape(const ModelConfig& c) {
   return {c.sliding_window, c.has(LayerKind::csa) ? c.csa_ratio : 0, c.has(LayerKind::hca) ? c.hca_ratio : 0};
 }
 
-KvCache make_cache(const ModelConfig& c, const CacheShape& shape, int csa_pending, int hca_pending) {
+KvCache make_cache(const ModelConfig& c, const CacheShape& shape, int csa_pending, int hca_pending, Space space) {
+  // On a device keys have the type in which the ops write them.
+  const DType keys = space == Space::device ? DType::bf16 : DType::f32;
+  const auto zeros = [space](int64_t rows, int64_t width, DType type) {
+    return Tensor::zeros({rows, width}, type, space);
+  };
   KvCache cache;
   for (int layer = 0; layer < c.num_hidden_layers; ++layer) {
     const LayerKind kind = c.kind(layer);
@@ -111,15 +132,15 @@ KvCache make_cache(const ModelConfig& c, const CacheShape& shape, int csa_pendin
     const int entries = csa ? shape.csa_entries : hca ? shape.hca_entries : 0;
     const int64_t pending = csa ? csa_pending : hca_pending, co = csa ? 2 : 1;
     LayerCache& l = cache.layers.emplace_back();
-    l.keys = Tensor::zeros({shape.key_rows + entries, c.head_dim});
+    l.keys = zeros(shape.key_rows + entries, c.head_dim, keys);
     if (csa || hca) {
-      l.pending_kv = Tensor::zeros({pending, co * c.head_dim});
-      l.pending_gate = Tensor::zeros({pending, co * c.head_dim});
+      l.pending_kv = zeros(pending, co * c.head_dim, DType::f32);
+      l.pending_gate = zeros(pending, co * c.head_dim, DType::f32);
     }
     if (csa) {
-      l.index_keys = Tensor::zeros({entries, c.index_head_dim});
-      l.index_pending_kv = Tensor::zeros({pending, co * c.index_head_dim});
-      l.index_pending_gate = Tensor::zeros({pending, co * c.index_head_dim});
+      l.index_keys = zeros(entries, c.index_head_dim, keys);
+      l.index_pending_kv = zeros(pending, co * c.index_head_dim, DType::f32);
+      l.index_pending_gate = zeros(pending, co * c.index_head_dim, DType::f32);
     }
   }
   return cache;
@@ -168,7 +189,8 @@ void mtp_input(const PassContext& ctx, const Linear& table, const MtpWeights& w,
 Tensor mtp_forward(WeightStore& weights, int j, const MtpInput& input, const Tensor& last, const ForwardOptions& o) {
   const ModelConfig& c = weights.config();
   const MtpWeights& w = weights.mtp(j);
-  PassContext ctx = context(weights, input.plan, o);
+  const Pass pass(weights, input.plan, o);
+  const PassContext& ctx = pass.ctx;
   MtpSaved s;
   mtp_input(ctx, weights.outer().embed, w, Tensor::of(input.source_row), last, s);
   LayerLease lease = weights.acquire(c.num_hidden_layers + j);
@@ -185,7 +207,8 @@ void mtp_backward(WeightStore& weights, int j, const MtpInput& input, const Tens
   const int layer = c.num_hidden_layers + j;
   const float eps = hyper_options(c).norm_eps;
   const LinearPoints points{o.numerics, Point::act_mtp, Point::out_mtp};
-  PassContext ctx = context(weights, input.plan, o);
+  Pass pass(weights, input.plan, o);
+  PassContext& ctx = pass.ctx;
   ctx.taps = nullptr;
   MtpGrads frozen;
   MtpGrads& g = gradients.mtp.empty() ? frozen : gradients.mtp[j];

@@ -113,13 +113,13 @@ HyperOptions hyper_options(const ModelConfig& c) {
   return {c.hc_sinkhorn_iters, static_cast<float>(c.hc_eps), static_cast<float>(c.rms_norm_eps)};
 }
 
-PassContext make_context(const ModelConfig& c, const SequencePlan& plan, Numerics numerics) {
+PassContext make_context(const ModelConfig& c, const SequencePlan& plan, Numerics numerics, Space space) {
   const int dim = c.qk_rope_head_dim;
   std::vector<float> compressed;
   if (c.has(LayerKind::csa) || c.has(LayerKind::hca))
     compressed = ops::rotary_frequencies(dim, c.compress_rope_theta, c.yarn ? &*c.yarn : nullptr);
   return {c,        plan,
-          numerics, ops::plan_tensors(plan, ops::rotary_frequencies(dim, c.rope_theta, nullptr), compressed),
+          numerics, ops::plan_tensors(plan, ops::rotary_frequencies(dim, c.rope_theta, nullptr), compressed, space),
           nullptr,  nullptr,
           nullptr,  {}};
 }

@@ -53,7 +53,9 @@ struct PassContext {
   Taps* taps = nullptr;
   std::map<int, Tensor> replay;  // layer -> i32 [rows,K] experts that replace the router's choice
 };
-PassContext make_context(const ModelConfig& config, const SequencePlan& plan, Numerics numerics);
+// space: where the pass is computed.
+PassContext make_context(const ModelConfig& config, const SequencePlan& plan, Numerics numerics,
+                         Space space = Space::host);
 
 struct CompressorSaved {
   ops::ProjectedRows rows;

@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "ops/gpu/dispatch.h"
 #include "ops/key_products.h"
 #include "ops/vector_math.h"
 
@@ -150,6 +151,7 @@ void row_backward(const Problem& a, int64_t r, const float* d_o, const float* o,
 }  // namespace
 
 RowLists merge_keys(const RowLists& window, const RowLists& entries, int key_rows) {
+  PLUMB_ON_GPU(window.begin, merge_keys(window, entries, key_rows));
   PLUMB_CHECK(window.size() == entries.size());
   RowLists all(Tensor::empty(window.begin.shape(), DType::i32),
                Tensor::empty({window.row.numel() + entries.row.numel()}, DType::i32));
@@ -224,6 +226,7 @@ Tensor sparse_attention_backward(const Tensor& d_o, const Tensor& q, const Tenso
 
 RotatedAttention rotated_attention(const Tensor& q, const Tensor& keys, const RowLists& lists, const Tensor& sink,
                                    const RotaryTable& table, Numerics numerics) {
+  PLUMB_ON_GPU(q, rotated_attention(q, keys, lists, sink, table, numerics));
   RotatedAttention result{sparse_attention(q, keys, lists, sink, numerics), {}};
   result.turned = result.core.o.clone();
   rotate(result.turned.f32(), q.size(1), q.size(2), table, true);
@@ -234,6 +237,7 @@ RotatedAttention rotated_attention(const Tensor& q, const Tensor& keys, const Ro
 AttentionGrad rotated_attention_backward(const Tensor& d_turned, const Tensor& q, const Tensor& keys,
                                          const RowLists& lists, const Tensor& sink, const RotaryTable& table,
                                          const RotatedAttention& forward, const Tensor& d_sink) {
+  PLUMB_ON_GPU(q, rotated_attention_backward(d_turned, q, keys, lists, sink, table, forward, d_sink));
   rotate(d_turned.f32(), q.size(1), q.size(2), table, false);
   AttentionGrad g{{}, Tensor::zeros(keys.shape())};
   g.dq = sparse_attention_backward(d_turned, q, keys, lists, sink, forward.core, g.d_keys, d_sink);

@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "ops/gpu/dispatch.h"
 #include "ops/vector_math.h"
 
 namespace plumb::ops {
@@ -77,6 +78,7 @@ void add_part(float* p, Lanes x, int64_t n) { store_part(p, load_part(p, n) + x,
 }  // namespace
 
 Tensor pool_entries(const Compression& compression, const ProjectedRows& rows, const Tensor& ape, const RoundAt& at) {
+  PLUMB_ON_GPU(rows.kv, pool_entries(compression, rows, ape, at));
   const CompressionPlan& plan = *compression.plan;
   const Pooling shape = check_pooling(plan, rows, ape);
   Tensor entries = Tensor::empty({plan.new_entries(), shape.width});
@@ -99,6 +101,7 @@ Tensor pool_entries(const Compression& compression, const ProjectedRows& rows, c
 // halves), and ape is fed by all of them; so every sum runs over the entries in order.
 void pool_entries_backward(const Compression& compression, const ProjectedRows& rows, const Tensor& ape,
                            const Tensor& d_entries, const Tensor& d_kv, const Tensor& d_gate, const Tensor& d_ape) {
+  PLUMB_ON_GPU(rows.kv, pool_entries_backward(compression, rows, ape, d_entries, d_kv, d_gate, d_ape));
   const CompressionPlan& plan = *compression.plan;
   const Pooling shape = check_pooling(plan, rows, ape);
   PLUMB_CHECK(d_entries.shape() == (Shape{plan.new_entries(), shape.width}), to_string(d_entries.shape()));

@@ -1,5 +1,6 @@
 #include "ops/grouped_output.h"
 
+#include "ops/gpu/dispatch.h"
 #include "ops/linear_parts.h"
 
 namespace plumb::ops {
@@ -32,6 +33,7 @@ struct GroupLora {
 }  // namespace
 
 Tensor grouped_output(const Tensor& x, const GroupedWeight& w, const LoraList& lora, const RoundAt& at) {
+  PLUMB_ON_GPU(x, grouped_output(x, w, lora, at));
   const GroupShape s = group_shape(x, w);
   Tensor u = Tensor::empty({s.rows, s.ld_out});
   for (int64_t g = 0; g < s.groups; ++g) {
@@ -47,6 +49,7 @@ Tensor grouped_output(const Tensor& x, const GroupedWeight& w, const LoraList& l
 
 Tensor grouped_output_backward(const Tensor& dy, const Tensor& x, const GroupedWeight& w, const LoraList& lora,
                                const std::vector<LoraGrad>& lora_grads, const Tensor& dw) {
+  PLUMB_ON_GPU(x, grouped_output_backward(dy, x, w, lora, lora_grads, dw));
   const GroupShape s = group_shape(x, w);
   Tensor dx = Tensor::empty(x.shape());
   for (int64_t g = 0; g < s.groups; ++g) {

@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "ops/gpu/dispatch.h"
 #include "ops/key_products.h"
 #include "ops/vector_math.h"
 
@@ -152,6 +153,7 @@ void row_gradients(const Index& a, int64_t r, const int* entry, const std::vecto
 }  // namespace
 
 RowLists select_entries(const Tensor& q, const Tensor& w, const Tensor& keys, const Visibility& visibility, int topk) {
+  PLUMB_ON_GPU(q, select_entries(q, w, keys, visibility, topk));
   const EntryRanges& visible = *visibility.ranges;
   const Index a = make_index(q, w, keys);
   PLUMB_CHECK(topk >= 0 && static_cast<int64_t>(visible.begin.size()) == a.rows + 1);

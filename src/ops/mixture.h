@@ -23,9 +23,17 @@ struct MixtureGrads {
 };
 
 // What the backward pass needs; without it hidden rows are recomputed.
+struct SortedPairs {    // on a GPU: the pairs (row, slot) sorted by expert
+  Tensor first_row;     // i32 [E + 1]
+  Tensor source_row;    // i32 [rows*K]: the row of each
+  Tensor route_weight;  // f32 [rows*K]
+  Tensor row_of_slot;   // i32 [rows,K]: where each pair went
+};
 struct MixtureSaved {
   std::vector<ExpertHidden> routed;  // [E]
   ExpertHidden shared;
+  SortedPairs pairs;  // on a GPU instead of these two, and [pairs or rows, 2f] before SwiGLU
+  Tensor gate_up, shared_gate_up;
 };
 
 // x [rows,d] (rounded at norm_block) -> [rows,d]: routed experts in slot order, then the shared one, rounded at

@@ -4,6 +4,7 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "ops/gpu/dispatch.h"
 #include "ops/moe.h"
 
 namespace plumb::ops {
@@ -64,6 +65,7 @@ Tensor hashed(const Tensor& tid2eid, const Tensor& tokens, int64_t k) {
 
 Routing route(const Tensor& x, const Tensor& token, const RouterWeights& w, const RouterOptions& o,
               const Tensor& forced) {
+  PLUMB_ON_GPU(x, route(x, token, w, o, forced));
   const int64_t rows = x.size(0), experts = w.gate.out, k = o.experts_per_token;
   if (k < 1 || k > experts)
     fail("router", std::to_string(k) + " experts a token of " + std::to_string(experts),
@@ -105,6 +107,7 @@ Routing route(const Tensor& x, const Tensor& token, const RouterWeights& w, cons
 
 Tensor route_backward(const Tensor& d_weight, const Tensor& d_score_extra, const Tensor& x, const RouterWeights& w,
                       const Routing& r, const RouterOptions& o, const Tensor& d_gate) {
+  PLUMB_ON_GPU(x, route_backward(d_weight, d_score_extra, x, w, r, o, d_gate));
   const int64_t rows = x.size(0), experts = w.gate.out, k = o.experts_per_token;
   Tensor d_logits = d_score_extra.defined() ? d_score_extra.clone() : Tensor::zeros({rows, experts});
   parallel_for(rows, 16, [&](int64_t begin, int64_t end) {

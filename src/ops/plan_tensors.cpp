@@ -1,21 +1,34 @@
 #include "ops/plan_tensors.h"
 
+#include "ops/gpu/dispatch.h"
 #include "ops/indexer.h"
 
 namespace plumb::ops {
 namespace {
 
-Tensor numbers(const std::vector<int>& values) { return Tensor::of(values); }
-Tensor slots(const std::vector<int>& values) { return values.empty() ? Tensor() : numbers(values); }
+// i32 where the ops run.
+Tensor numbers(const std::vector<int>& values, Space space) {
+  const Tensor t = Tensor::of(values);
+  return space == Space::device ? to_device(t) : t;
+}
+Tensor slots(const std::vector<int>& values, Space space) { return values.empty() ? Tensor() : numbers(values, space); }
+RowLists lists(const KeyLists& l, Space space) { return {numbers(l.begin, space), numbers(l.row, space)}; }
 
-Compression compression(const CompressionPlan& plan, const std::vector<float>& frequencies, bool all_visible) {
+Compression compression(const CompressionPlan& plan, const std::vector<float>& frequencies, bool all_visible,
+                        Space space) {
   Compression c(plan);
   if (plan.ratio == 0) return c;
-  c.slot = slots(plan.slot);
-  c.pending_row = numbers(plan.pending_row);
-  c.pending_slot = numbers(plan.pending_slot);
-  c.rotary = rotary_table(plan.position, frequencies);
-  if (all_visible) c.attended = visible_entries(plan.visible);
+  c.slot = slots(plan.slot, space);
+  c.pending_row = numbers(plan.pending_row, space);
+  c.pending_slot = numbers(plan.pending_slot, space);
+  c.rotary = rotary_table(plan.position, frequencies, space);
+  if (all_visible) c.attended = lists(visible_entries(plan.visible), space);
+#ifdef PLUMB_HAS_CUDA
+  if (space == Space::device) {
+    gpu::upload_sources(c);
+    if (!all_visible) c.visible = gpu::visibility(plan.visible);
+  }
+#endif
   return c;
 }
 
@@ -28,16 +41,16 @@ RowLists::operator KeyLists() const {
 }
 
 PlanTensors plan_tensors(const SequencePlan& plan, const std::vector<float>& window_frequencies,
-                         const std::vector<float>& compressed_frequencies) {
+                         const std::vector<float>& compressed_frequencies, Space space) {
   PlanTensors t;
-  t.token = numbers(plan.token);
-  t.key_slot = slots(plan.key_slot);
-  t.wanted = numbers(plan.wanted);
-  t.window = plan.window;
-  t.window_rotary = rotary_table(plan.position, window_frequencies);
-  if (!compressed_frequencies.empty()) t.compressed_rotary = rotary_table(plan.position, compressed_frequencies);
-  t.csa = compression(plan.csa, compressed_frequencies, false);
-  t.hca = compression(plan.hca, compressed_frequencies, true);
+  t.token = numbers(plan.token, space);
+  t.key_slot = slots(plan.key_slot, space);
+  t.wanted = numbers(plan.wanted, space);
+  t.window = lists(plan.window, space);
+  t.window_rotary = rotary_table(plan.position, window_frequencies, space);
+  if (!compressed_frequencies.empty()) t.compressed_rotary = rotary_table(plan.position, compressed_frequencies, space);
+  t.csa = compression(plan.csa, compressed_frequencies, false, space);
+  t.hca = compression(plan.hca, compressed_frequencies, true, space);
   return t;
 }
 

@@ -8,6 +8,7 @@
 #include "base/float_formats.h"
 #include "base/parallel.h"
 #include "ops/elementwise.h"
+#include "ops/gpu/dispatch.h"
 
 namespace plumb::ops {
 namespace {
@@ -23,6 +24,7 @@ void for_rows(int64_t rows, int64_t width, Body&& body) {
 }  // namespace
 
 Tensor embed(const Linear& table, const Tensor& token, int64_t copies) {
+  PLUMB_ON_GPU(token, embed(table, token, copies));
   PLUMB_CHECK(table.format == WeightFormat::f32 || table.format == WeightFormat::bf16);
   const int64_t d = table.in, rows = token.numel();
   const int32_t* id = token.ptr<int32_t>();
@@ -48,6 +50,7 @@ void embed_backward(const Tensor& dx, const Tensor& token, const Tensor& d_table
 }
 
 Tensor gather_rows(const Tensor& x, const Tensor& row) {
+  PLUMB_ON_GPU(x, gather_rows(x, row));
   Shape shape = x.shape();
   shape[0] = row.numel();
   Tensor y = Tensor::empty(shape, x.dtype());
@@ -57,13 +60,20 @@ Tensor gather_rows(const Tensor& x, const Tensor& row) {
   return y;
 }
 
+Tensor gather_rows(const Tensor& x, const std::vector<int>& row) {
+  const Tensor numbers = Tensor::of(row);
+  return gather_rows(x, x.on_device() ? to_device(numbers) : numbers);
+}
+
 void scatter_add_rows(const Tensor& dy, const Tensor& row, const Tensor& into) {
+  PLUMB_ON_GPU(dy, scatter_add_rows(dy, row, into));
   const int64_t width = into.row_size();
   for (int64_t i = 0; i < row.numel(); ++i)
     add(dy.f32() + i * width, width, into.f32() + row.ptr<int32_t>()[i] * width);
 }
 
 void copy_rows(const Tensor& from, const RowCopy& copy, const Tensor& to) {
+  PLUMB_ON_GPU(from, copy_rows(from, copy, to));
   const int64_t count = copy.row.defined() ? copy.row.numel() : copy.slot.defined() ? copy.slot.numel() : from.size(0);
   if (count == 0) return;
   PLUMB_CHECK(from.row_size() == to.row_size() && from.dtype() == to.dtype());

@@ -1,5 +1,7 @@
 // Rows that are looked up, moved and added by number.
 #pragma once
+#include <vector>
+
 #include "base/tensor.h"
 #include "ops/linear.h"
 
@@ -12,6 +14,7 @@ void embed_backward(const Tensor& dx, const Tensor& token, const Tensor& d_table
 
 // -> row row[i] of x, for each i; the shape of x but for the number of rows. row i32
 Tensor gather_rows(const Tensor& x, const Tensor& row);
+Tensor gather_rows(const Tensor& x, const std::vector<int>& row);
 // into[row[i]] += dy[i], in order of i.
 void scatter_add_rows(const Tensor& dy, const Tensor& row, const Tensor& into);
 

@@ -1,6 +1,7 @@
 #include "ops/vectors.h"
 
 #include "base/error.h"
+#include "ops/gpu/dispatch.h"
 #include "ops/norm.h"
 
 namespace plumb::ops {
@@ -18,6 +19,7 @@ Tensor as_rows(const Tensor& x) { return x.view({x.size(0) * x.size(1), x.size(2
 
 Tensor finish_vectors(const Tensor& x, const Tensor& weight, const RotaryTable& table, const VectorSteps& steps) {
   check_vectors(x, table);
+  PLUMB_ON_GPU(x, finish_vectors(x, weight, table, steps));
   const int64_t width = x.size(2), count = x.size(0) * x.size(1);
   const Tensor y =
       steps.normed ? rms_norm(as_rows(x), weight, steps.eps, {steps.numerics, steps.norm}).view(x.shape()) : x.clone();
@@ -36,6 +38,7 @@ Tensor finish_vectors(const Tensor& x, const Tensor& weight, const RotaryTable& 
 Tensor finish_vectors_backward(const Tensor& d_y, const Tensor& x, const Tensor& weight, const RotaryTable& table,
                                const VectorSteps& steps, const Tensor& dweight) {
   check_vectors(d_y, table);
+  PLUMB_ON_GPU(d_y, finish_vectors_backward(d_y, x, weight, table, steps, dweight));
   if (transformed(steps)) hadamard(d_y.f32(), d_y.size(0) * d_y.size(1), d_y.size(2));
   rotate(d_y.f32(), d_y.size(1), d_y.size(2), table, true);
   if (!steps.normed) return d_y;
