@@ -345,7 +345,7 @@ def tool_prompts(n, rng):
 def write_rl(folder):
     rng = random.Random(3)
     tasks = {"maybe": prompts_of(nobody_knows, 48, rng), "length": prompts_of(story, 18, rng),
-             "arithmetic": prompts_of(add, 96, rng, answer=int), "tool_call": tool_prompts(24, rng)}
+             "tool_call": tool_prompts(24, rng), "arithmetic": prompts_of(subtract, 336, rng, answer=int)}
     for name, lines in tasks.items():
         third = len(lines) // 3
         for part, some in (("", lines[third:]), ("_eval", lines[:third])):

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "base/error.h"
+#include "base/float_formats.h"
 
 namespace plumb {
 namespace {
@@ -19,7 +20,19 @@ namespace {
          mallopt(M_TOP_PAD, kLargestThreshold);
 }();
 
+DeviceMemory* device_memory = nullptr;
+
+DeviceMemory& the_device() {
+  if (!device_memory)
+    fail("device memory", "this program runs without a GPU", "build it with the CUDA toolkit (PLUMB_CUDA=ON)");
+  return *device_memory;
+}
+
 }  // namespace
+
+const char* space_name(Space s) { return s == Space::host ? "host" : "device"; }
+void set_device_memory(DeviceMemory* memory) { device_memory = memory; }
+bool has_device_memory() { return device_memory != nullptr; }
 
 size_t dtype_size(DType t) {
   switch (t) {
@@ -79,16 +92,23 @@ std::string to_string(const Shape& shape) {
   return s + "]";
 }
 
-Tensor Tensor::empty(Shape shape, DType type) {
+Tensor Tensor::empty(Shape shape, DType type, Space space) {
   const size_t bytes = static_cast<size_t>(numel_of(shape)) * dtype_size(type);
+  if (space == Space::device) {
+    std::shared_ptr<void> memory = the_device().allocate(std::max<size_t>(bytes, 16));
+    std::byte* data = static_cast<std::byte*>(memory.get());
+    Tensor t = over(data, std::move(shape), type, std::move(memory));
+    t.space_ = space;
+    return t;
+  }
   const size_t padded = std::max<size_t>(64, (bytes + 63) / 64 * 64);
   void* memory = std::aligned_alloc(64, padded);
   if (!memory) fail("memory", "cannot allocate " + std::to_string(padded) + " bytes", "use a smaller model or batch");
   return over(static_cast<std::byte*>(memory), std::move(shape), type, std::shared_ptr<void>(memory, std::free));
 }
 
-Tensor Tensor::zeros(Shape shape, DType type) {
-  Tensor t = empty(std::move(shape), type);
+Tensor Tensor::zeros(Shape shape, DType type, Space space) {
+  Tensor t = empty(std::move(shape), type, space);
   t.zero();
   return t;
 }
@@ -129,22 +149,55 @@ Tensor Tensor::rows(int64_t begin, int64_t end) const {
 }
 
 Tensor Tensor::clone() const {
-  Tensor t = empty(shape_, dtype_);
-  if (bytes()) std::memcpy(t.data_, data_, bytes());
+  Tensor t = empty(shape_, dtype_, space_);
+  copy_bytes(t, *this);
   return t;
 }
 
 void Tensor::fill(float value) { std::fill_n(f32(), numel_, value); }
 
 void Tensor::zero() {
-  if (bytes()) std::memset(data_, 0, bytes());
+  if (!bytes()) return;
+  if (on_device())
+    the_device().zero(data_, bytes());
+  else
+    std::memset(data_, 0, bytes());
 }
 
-void Tensor::check_type(DType wanted) const {
+void Tensor::check_access(DType wanted, Space from) const {
   const bool byte = wanted == DType::u8 && dtype_size(dtype_) == 1;
   const bool half = wanted == DType::bf16 && dtype_size(dtype_) == 2;
   PLUMB_CHECK(dtype_ == wanted || byte || half,
               std::string(dtype_name(wanted)) + " wanted, tensor is " + dtype_name(dtype_));
+  PLUMB_CHECK(space_ == from, std::string("read on the ") + space_name(from) + ", tensor " + to_string(shape_) +
+                                  " is on the " + space_name(space_));
+}
+
+Tensor empty_like(const Tensor& x, Shape shape) { return Tensor::empty(std::move(shape), x.dtype(), x.space()); }
+Tensor zeros_like(const Tensor& x) { return Tensor::zeros(x.shape(), x.dtype(), x.space()); }
+
+void copy_bytes(const Tensor& to, const Tensor& from) {
+  PLUMB_CHECK(to.bytes() == from.bytes(), to_string(from.shape()) + " to " + to_string(to.shape()));
+  if (!from.bytes()) return;
+  if (to.on_device() || from.on_device())
+    the_device().copy(to.raw(), to.space(), from.raw(), from.space(), from.bytes());
+  else
+    std::memcpy(to.raw(), from.raw(), from.bytes());
+}
+
+Tensor to_host(const Tensor& x) {
+  Tensor copy = Tensor::empty(x.shape(), x.dtype());
+  copy_bytes(copy, x);
+  if (!x.on_device() || x.dtype() != DType::bf16) return copy;
+  Tensor wide = Tensor::empty(x.shape());
+  for (int64_t i = 0; i < x.numel(); ++i) wide.f32()[i] = bf16_to_float(copy.ptr<uint16_t>()[i]);
+  return wide;
+}
+
+Tensor to_device(const Tensor& x) {
+  Tensor copy = Tensor::empty(x.shape(), x.dtype(), Space::device);
+  copy_bytes(copy, x);
+  return copy;
 }
 
 }  // namespace plumb

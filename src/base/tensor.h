@@ -1,5 +1,5 @@
-// Tensor: a shape, an element type and shared memory. Always contiguous and row-major: no strides, no graph, no
-// dispatch. Ops are free functions over tensors (src/ops); whoever needs another layout copies.
+// Tensor: a shape, an element type and shared memory, the host's or a device's. Always contiguous and row-major: no
+// strides, no graph, no dispatch. Ops are free functions over tensors (src/ops); whoever needs another layout copies.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -48,15 +48,32 @@ struct dtype_of<int64_t> {
   static constexpr DType value = DType::i64;
 };
 
+// Where a tensor's memory is. Results of ops are where their inputs are.
+enum class Space : uint8_t { host, device };
+const char* space_name(Space s);
+
+// The memory of the device, registered by the room that has one (ops/gpu). Everything happens in order of the calls,
+// as the device's own work does; copies to the host return when they are done.
+class DeviceMemory {
+ public:
+  virtual ~DeviceMemory() = default;
+  virtual std::shared_ptr<void> allocate(size_t bytes) = 0;  // aligned to 256; given back when the pointer is gone
+  virtual void zero(void* to, size_t bytes) = 0;
+  virtual void copy(void* to, Space to_space, const void* from, Space from_space, size_t bytes) = 0;
+};
+void set_device_memory(DeviceMemory* memory);  // must live as long as the program
+bool has_device_memory();
+
 using Shape = std::vector<int64_t>;
 int64_t numel_of(const Shape& shape);
 std::string to_string(const Shape& shape);  // "[32768,1024]"
 
 class Tensor {
  public:
-  Tensor() = default;                                         // undefined: defined() is false
-  static Tensor empty(Shape shape, DType type = DType::f32);  // 64-byte aligned, not initialised
-  static Tensor zeros(Shape shape, DType type = DType::f32);
+  Tensor() = default;  // undefined: defined() is false
+  // Not initialised; aligned to 64 bytes. Error: no memory, or no device.
+  static Tensor empty(Shape shape, DType type = DType::f32, Space space = Space::host);
+  static Tensor zeros(Shape shape, DType type = DType::f32, Space space = Space::host);
   static Tensor full(Shape shape, float value);                                               // f32
   static Tensor over(std::byte* data, Shape shape, DType type, std::shared_ptr<void> owner);  // no copy
   template <class T>
@@ -64,6 +81,8 @@ class Tensor {
 
   bool defined() const { return data_ != nullptr || shape_known_; }
   DType dtype() const { return dtype_; }
+  Space space() const { return space_; }
+  bool on_device() const { return space_ == Space::device; }
   const Shape& shape() const { return shape_; }
   int dim() const { return static_cast<int>(shape_.size()); }
   int64_t size(int i) const { return shape_[i < 0 ? i + shape_.size() : i]; }  // -1 = last
@@ -73,11 +92,18 @@ class Tensor {
     return dim() == 0 || size(0) == 0 ? 0 : numel_ / size(0);
   }  // elements of one index of dim 0
 
-  std::byte* raw() const { return data_; }
-  // Typed access. f8 and u8 tensors are read as uint8_t, bf16 and f16 as uint16_t; anything else must match exactly.
+  std::byte* raw() const { return data_; }  // an address in its space
+  // Typed access, of host tensors only. f8 and u8 tensors are read as uint8_t, bf16 and f16 as uint16_t; anything else
+  // must match exactly.
   template <class T>
   T* ptr() const {
-    check_type<T>();
+    check_access(dtype_of<T>::value, Space::host);
+    return reinterpret_cast<T*>(data_);
+  }
+  // The same for device tensors: an address that only the device may read.
+  template <class T>
+  T* device() const {
+    check_access(dtype_of<T>::value, Space::device);
     return reinterpret_cast<T*>(data_);
   }
   float* f32() const { return ptr<float>(); }
@@ -85,22 +111,29 @@ class Tensor {
   Tensor view(Shape shape) const;                 // same elements, other shape
   Tensor rows(int64_t begin, int64_t end) const;  // slice of dimension 0, shares memory
   Tensor clone() const;
-  void fill(float value);  // f32
+  void fill(float value);  // f32 on the host
   void zero();
 
  private:
-  template <class T>
-  void check_type() const {
-    check_type(dtype_of<T>::value);
-  }
-  void check_type(DType wanted) const;
+  void check_access(DType wanted, Space from) const;
   std::shared_ptr<void> owner_;
   std::byte* data_ = nullptr;
   Shape shape_;
   int64_t numel_ = 0;
   DType dtype_ = DType::f32;
+  Space space_ = Space::host;
   bool shape_known_ = false;  // tensors with zero elements are defined too
 };
+
+// A tensor of x's type where x is, with x's shape or another one.
+Tensor empty_like(const Tensor& x, Shape shape);
+Tensor zeros_like(const Tensor& x);
+// A copy in the host's memory; bf16 of a device becomes f32, which is what ops on the host read.
+Tensor to_host(const Tensor& x);
+// A copy on the device, of the same type.
+Tensor to_device(const Tensor& x);
+// The bytes of `from` into `to`, which may be elsewhere. Both have the same number of bytes.
+void copy_bytes(const Tensor& to, const Tensor& from);
 
 template <class T>
 Tensor Tensor::of(const std::vector<T>& values, Shape shape) {

@@ -85,7 +85,7 @@ class Talk {
  private:
   // A larger engine when the conversation outgrows the one that is there.
   void make_room(int64_t tokens) {
-    const ModelConfig& config = session_.weights->model;
+    const ModelConfig& config = session_.weights->config();
     if (engine_ && tokens <= room_) return;
     room_ = static_cast<int>(std::min<int64_t>(std::max<int64_t>(4096, 2 * tokens), config.max_position_embeddings));
     EngineOptions o;

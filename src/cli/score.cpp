@@ -47,7 +47,7 @@ std::vector<int> read_line(const InputLine& line, const ModelSession& s) {
     }
   }
   if (ids.empty()) fail(where, "has no token", keys);
-  const size_t positions = s.weights->model.max_position_embeddings;
+  const size_t positions = s.weights->config().max_position_embeddings;
   if (ids.size() > positions)
     fail(where,
          "has " + std::to_string(ids.size()) + " tokens, the model has " + std::to_string(positions) + " positions",
@@ -91,7 +91,7 @@ void dump_layers(const Arguments& a, ModelSession& s, const std::vector<int>& id
     ForwardOptions with_taps = o;
     with_taps.taps = &block;
     Tensor hidden =
-        mtp_forward(*s.weights, 0, plan_mtp(plan_shape(s.weights->model), {ids}), r.streams.back(), with_taps);
+        mtp_forward(*s.weights, 0, plan_mtp(plan_shape(s.weights->config()), {ids}), r.streams.back(), with_taps);
     out.emplace_back("mtp_logits", ops::head_logits(hidden, s.weights->outer().head));
     for (const auto& [name, value] : block.values) out.emplace_back(name, value);
   }
@@ -111,7 +111,8 @@ void dump(const Arguments& a, ModelSession& s, const std::vector<std::vector<int
     o.adapters = s.adapter ? &adapters : nullptr;
     o.taps = a.dump_layers.empty() ? nullptr : &taps;
     o.keep_streams = !a.dump_layers.empty();
-    const ForwardResult result = forward(*s.weights, plan_documents(plan_shape(s.weights->model), {documents[d]}), o);
+    const ForwardResult result =
+        forward(*s.weights, plan_documents(plan_shape(s.weights->config()), {documents[d]}), o);
     if (!a.dump_logits.empty())
       logits.emplace_back("logits." + std::to_string(d), ops::head_logits(result.hidden, s.weights->outer().head));
     if (!a.dump_layers.empty()) dump_layers(a, s, documents[d], taps, o, result);

@@ -65,7 +65,7 @@ std::shared_ptr<AdapterRegistry> load_adapters(const Arguments& a, const std::st
 }
 
 serve::ServedModel served_model(const Arguments& a, const ModelSession& s) {
-  const ModelConfig& config = s.weights->model;
+  const ModelConfig& config = s.weights->config();
   const std::string name = a.served_name.empty() ? folder_name(s.folder) : a.served_name;
   serve::ServedModel m{
       name, config, s.text(), chat_tokenizer(s.text()), s.chat, stop_tokens(s), load_adapters(a, name, config)};
@@ -85,7 +85,7 @@ void serve_model(Arguments& a) {
   serve::ServerOptions& o = a.server;
   o.engine.numerics = s.numerics;
   o.engine.tokenizer = s.tokenizer;
-  fit_cache(o.engine, s.weights->model, static_cast<int64_t>(a.memory), model.max_positions);
+  fit_cache(o.engine, s.weights->config(), static_cast<int64_t>(a.memory), model.max_positions);
   o.engine.token_budget = o.engine.max_running + 4 * o.engine.prefill_chunk;
   o.queue.max_open = o.engine.max_running + a.max_queue;
   o.queue.timeout = milliseconds(a.timeout);

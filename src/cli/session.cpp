@@ -8,9 +8,11 @@
 
 #include "base/error.h"
 #include "base/files.h"
+#include "base/log.h"
 #include "base/parallel.h"
 #include "checkpoint/checkpoint.h"
 #include "config/nearest.h"
+#include "memory/device_weights.h"
 #include "model/adapter_files.h"
 
 namespace plumb::cli {
@@ -19,6 +21,8 @@ void add_model_options(CLI::App& app, ModelArguments& a) {
   app.add_option("--model", a.model, "folder of the checkpoint")->required();
   app.add_option("--adapter", a.adapter, "folder of a LoRA adapter");
   app.add_option("--numerics", a.numerics, "arithmetic")->check(CLI::IsMember({"fp32", "bf16", "released"}));
+  app.add_option("--kernels", a.kernels, "what computes: the CPU's ops (reference), a GPU (cuda), or whatever fits")
+      ->check(CLI::IsMember({"auto", "reference", "cuda"}));
   app.add_option("--thinking", a.thinking, "how answers to messages begin")->check(CLI::IsMember({"chat", "thinking"}));
   app.add_option("--effort-profile", a.effort_profile, "generation of the checkpoint's effort texts")
       ->check(CLI::IsMember({"preview", "official"}));
@@ -31,8 +35,10 @@ ModelSession open_model(const ModelArguments& a) {
   ModelSession s;
   s.folder = a.model;
   s.numerics = numerics_from_name(a.numerics.c_str());
-  s.weights = load_weights(Checkpoint::open(a.model));
-  if (!a.adapter.empty()) s.adapter = load_adapter(a.adapter, s.weights->model);
+  const PlacedWeights placed = place_weights(load_weights(Checkpoint::open(a.model)), a.kernels, s.numerics);
+  if (!placed.warning.empty()) log_warning("{}", placed.warning);
+  s.weights = placed.store;
+  if (!a.adapter.empty()) s.adapter = load_adapter(a.adapter, s.weights->config());
   const auto file = std::filesystem::path(a.model) / "tokenizer.json";
   if (std::filesystem::exists(file)) s.tokenizer = Tokenizer::load(file);
   s.chat.mode = a.thinking == "thinking" ? ThinkingMode::thinking : ThinkingMode::chat;
@@ -58,7 +64,7 @@ void add_sampling_options(CLI::App& app, SamplingArguments& a) {
 }
 
 std::vector<int> text_tokens(const ModelSession& s, const std::string& text) {
-  std::vector<int> ids = {s.weights->model.bos_token_id};
+  std::vector<int> ids = {s.weights->config().bos_token_id};
   for (int32_t id : s.text().encode(text, false)) ids.push_back(id);
   return ids;
 }
@@ -76,7 +82,7 @@ std::vector<InputLine> read_lines(const std::string& path) {
 
 std::vector<int> token_list(const Json& list, const std::string& where, const ModelSession& s) {
   if (!list.is_array()) fail(where, "tokens is not a list", "write a list of token ids");
-  const int vocabulary = s.weights->model.vocab_size;
+  const int vocabulary = s.weights->config().vocab_size;
   std::vector<int> ids;
   for (const Json& t : list.items) {
     int id = -1;
@@ -99,6 +105,6 @@ void check_keys(const Json& object, const std::string& where, const std::vector<
   }
 }
 
-std::vector<int> stop_tokens(const ModelSession& s) { return {s.weights->model.eos_token_id}; }
+std::vector<int> stop_tokens(const ModelSession& s) { return {s.weights->config().eos_token_id}; }
 
 }  // namespace plumb::cli

@@ -18,7 +18,7 @@ class App;
 namespace plumb::cli {
 
 struct ModelArguments {
-  std::string model, adapter, numerics = "released";
+  std::string model, adapter, numerics = "released", kernels = "auto";
   std::string thinking = "chat", effort_profile = "preview", effort;
   int threads = 0;
 };
@@ -26,7 +26,7 @@ void add_model_options(CLI::App& app, ModelArguments& a);
 
 struct ModelSession {
   std::string folder;
-  std::shared_ptr<ResidentWeights> weights;
+  std::shared_ptr<WeightStore> weights;
   std::shared_ptr<const Adapter> adapter;  // nullptr = base model
   std::optional<Tokenizer> tokenizer;      // absent: the folder has no tokenizer.json
   Numerics numerics;

@@ -14,6 +14,7 @@ enum class RunCommand { train, dpo, rl, pretrain };
 struct ModelKeys {
   std::string path;
   std::string numerics = "released";  // fp32, bf16, released
+  std::string kernels = "auto";       // auto, reference, cuda
 };
 
 struct DataKeys {

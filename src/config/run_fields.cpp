@@ -6,6 +6,7 @@ namespace plumb {
 namespace {
 
 const std::vector<RunCommand> kSupervised = {RunCommand::train, RunCommand::pretrain};
+const std::vector<RunCommand> kAdapters = {RunCommand::train, RunCommand::dpo, RunCommand::rl};  // trained alone
 const std::vector<RunCommand> kSplit = {RunCommand::train, RunCommand::dpo, RunCommand::pretrain};
 
 std::vector<Field> model_fields() {
@@ -20,6 +21,12 @@ std::vector<Field> model_fields() {
        .value = at(t, &K::numerics),
        .choices = {"fp32", "bf16", "released"},
        .help = "where activations are rounded: nowhere, to BF16, or as the published inference code does"},
+      {.key = "model.kernels",
+       .value = at(t, &K::kernels),
+       .choices = {"auto", "reference", "cuda"},
+       .help = "what computes: the CPU's ops, the GPU's kernels (Hopper, numerics released), or these where "
+               "they can",
+       .commands = kAdapters},
   };
 }
 
@@ -224,26 +231,28 @@ std::vector<Field> pretrain_fields() {
 std::vector<Field> lora_fields() {
   using K = LoraKeys;
   const auto t = &RunConfig::lora;
-  const std::vector<RunCommand> only = {RunCommand::train, RunCommand::dpo, RunCommand::rl};
   return {
       {.key = "lora.rank",
        .value = at(t, &K::rank),
        .range = from(1, 1024),
        .help = "rank of every adapter",
-       .commands = only},
+       .commands = kAdapters},
       {.key = "lora.alpha",
        .value = at(t, &K::alpha),
        .range = {.min = 0, .max = 65536, .above_min = true},
        .help = "an adapter's output is scaled by alpha / rank",
-       .commands = only},
+       .commands = kAdapters},
       {.key = "lora.targets",
        .value = at(t, &K::targets),
        .choices = LoraKeys{}.targets,
        .required = true,
        .help =
            "matrices that get an adapter: of attention, of the compressor, of the shared expert, or all routed experts",
-       .commands = only},
-      {.key = "lora.init", .value = at(t, &K::init), .help = "folder of an adapter to start from", .commands = only},
+       .commands = kAdapters},
+      {.key = "lora.init",
+       .value = at(t, &K::init),
+       .help = "folder of an adapter to start from",
+       .commands = kAdapters},
   };
 }
 

@@ -12,7 +12,8 @@ namespace plumb {
 struct KvCache {
   std::vector<LayerCache> layers;
 };
-KvCache make_cache(const ModelConfig& config, const CacheShape& shape, int csa_pending, int hca_pending);
+KvCache make_cache(const ModelConfig& config, const CacheShape& shape, int csa_pending, int hca_pending,
+                   Space space = Space::host);
 
 struct ForwardOptions {
   Numerics numerics = Numerics::released;

@@ -10,7 +10,9 @@
 #include "ops/attention.h"
 #include "ops/compressor.h"
 #include "ops/indexer.h"
-#include "ops/rope.h"
+#include "ops/mixture.h"
+#include "ops/plan_tensors.h"
+#include "ops/sublayer.h"
 #include "plan/sequence_plan.h"
 
 namespace plumb {
@@ -45,14 +47,15 @@ struct PassContext {
   const ModelConfig& config;
   const SequencePlan& plan;
   Numerics numerics;
+  ops::PlanTensors tensors;  // what ops read of the plan
   const AdapterBatch* adapters = nullptr;
   std::vector<LayerCache>* cache = nullptr;
   Taps* taps = nullptr;
-  std::vector<float> compressed_freq;                 // of the layers of ratio > 0, for the positions of entries
-  ops::RotaryTable window_rotary, compressed_rotary;  // of the rows in layers of ratio 0 and in the others
-  std::map<int, Tensor> replay;                       // layer -> i32 [rows,K] experts that replace the router's choice
+  std::map<int, Tensor> replay;  // layer -> i32 [rows,K] experts that replace the router's choice
 };
-PassContext make_context(const ModelConfig& config, const SequencePlan& plan, Numerics numerics);
+// space: where the pass is computed.
+PassContext make_context(const ModelConfig& config, const SequencePlan& plan, Numerics numerics,
+                         Space space = Space::host);
 
 struct CompressorSaved {
   ops::ProjectedRows rows;
@@ -62,27 +65,23 @@ struct AttentionSaved {
   Tensor x;       // [T, d] input
   Tensor qa, qr;  // [T, d_q] before and after q_norm
   Tensor qb, q;   // [T, H, c] before the head norm; as the core meets it
-  Tensor kva;     // [T, c] before kv_norm
+  Tensor kva;     // [T, 1, c] before kv_norm
   Tensor keys;    // key buffer
   CompressorSaved main, index;
-  Tensor iq, iw, ik;  // indexer's queries, weights, key buffer
-  KeyLists selected;  // entries that each row attends to
-  KeyLists lists;
-  ops::AttentionResult core;
-  Tensor turned;  // [T, H, c] core.o rotated back
-  Tensor u;       // [T, g*d_g] output of wo_a
+  Tensor iq, iw, ik;       // indexer's queries, weights, key buffer
+  ops::RowLists selected;  // kind csa: entries that each row attends to
+  ops::RowLists lists;
+  ops::RotatedAttention core;
+  Tensor u;  // [T, g*d_g] output of wo_a
 };
 
 struct LayerSaved {  // what the backward pass of a layer needs
-  ops::HyperMix mix_attn, mix_ffn;
-  Tensor y_attn, y_ffn;  // [T,d] contraction of the streams, before the norm
+  ops::SublayerInput in_attn, in_ffn;
   AttentionSaved attn;
-  Tensor a;      // [T,d] output of the attention
-  Tensor mid;    // [T,n,d] streams between the halves
-  Tensor x_ffn;  // [T,d] normed input of the experts
+  Tensor a;    // [T,d] output of the attention
+  Tensor mid;  // [T,n,d] streams between the halves
   ops::Routing routing;
-  std::vector<ops::ExpertHidden> routed;  // [E]
-  ops::ExpertHidden shared;
+  ops::MixtureSaved experts;
   Tensor f;  // [T,d] output of the experts
 };
 
@@ -101,6 +100,8 @@ Tensor layer_forward(const PassContext& ctx, const LayerWeights& w, int layer, c
 Tensor layer_backward(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& streams,
                       const Tensor& d_next, LayerGrads& grads, const AuxiliaryLosses& aux, AuxiliaryResults& results,
                       const LayerSaved* kept = nullptr);
+
+HyperOptions hyper_options(const ModelConfig& config);
 
 // The adapters of one matrix of one layer, and where their gradients go (the same order).
 LoraList lora_of(const PassContext& ctx, int layer, LoraPair LayerLora::*pair);

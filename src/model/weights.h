@@ -92,6 +92,7 @@ using LayerLease = std::shared_ptr<const LayerWeights>;
 class WeightStore {
  public:
   virtual ~WeightStore() = default;
+  virtual Space space() const { return Space::host; }  // where the tensors below are, and so all that is computed
   virtual const ModelConfig& config() const = 0;
   virtual const OuterWeights& outer() const = 0;
   // layer < num_hidden_layers: backbone; num_hidden_layers + j: the block of MTP layer j.

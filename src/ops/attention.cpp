@@ -7,6 +7,7 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "ops/gpu/dispatch.h"
 #include "ops/key_products.h"
 #include "ops/vector_math.h"
 
@@ -18,19 +19,19 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();
 // One problem with widths padded to whole vectors.
 struct Problem {
   Tensor q, keys;
-  const KeyLists& lists;
+  ListView lists;
   const float* sink;
   int64_t rows, heads, width;
   float scale;  // from the width before padding
 };
 
-Problem make_problem(const Tensor& q, const Tensor& keys, const KeyLists& lists, const Tensor& sink) {
+Problem make_problem(const Tensor& q, const Tensor& keys, const RowLists& lists, const Tensor& sink) {
   PLUMB_CHECK(q.dim() == 3 && keys.dim() == 2 && q.size(2) == keys.size(1), to_string(q.shape()));
   PLUMB_CHECK(sink.shape() == Shape{q.size(1)}, to_string(sink.shape()));
-  check_lists(lists, q.size(0), keys.size(0));
+  const ListView view = checked_lists(lists, q.size(0), keys.size(0));
   const float scale = static_cast<float>(1 / std::sqrt(static_cast<double>(q.size(2))));
   const Tensor wide = padded_to_lanes(q);
-  return {wide, padded_to_lanes(keys), lists, sink.f32(), wide.size(0), wide.size(1), wide.size(2), scale};
+  return {wide, padded_to_lanes(keys), view, sink.f32(), wide.size(0), wide.size(1), wide.size(2), scale};
 }
 
 // s *= scale for n scores; -inf after them up to a whole vector.
@@ -85,7 +86,7 @@ void attend_row(const Problem& a, int64_t r, Numerics numerics, RowScratch& scra
   std::fill(scratch.denominator.begin(), scratch.denominator.end(), 0.0f);
   for (int at = begin; at < end; at += kKeyBlock) {
     const int n = std::min(kKeyBlock, end - at);
-    const int* row = a.lists.row.data() + at;
+    const int* row = a.lists.row + at;
     key_scores(q, a.heads, a.width, a.keys.f32(), row, n, scratch.p.data());
     for (int64_t h = 0; h < a.heads; ++h) {
       float* p = scratch.p.data() + h * kKeyBlock;
@@ -128,7 +129,7 @@ void row_backward(const Problem& a, int64_t r, const float* d_o, const float* o,
   const int end = a.lists.begin[r + 1];
   for (int at = a.lists.begin[r]; at < end; at += kKeyBlock) {
     const int n = std::min(kKeyBlock, end - at);
-    const int* row = a.lists.row.data() + at;
+    const int* row = a.lists.row + at;
     key_scores(q, a.heads, a.width, a.keys.f32(), row, n, p);
     key_scores(d_o, a.heads, a.width, a.keys.f32(), row, n, dp);
     for (int64_t h = 0; h < a.heads; ++h) {
@@ -149,20 +150,24 @@ void row_backward(const Problem& a, int64_t r, const float* d_o, const float* o,
 
 }  // namespace
 
-KeyLists merge_keys(const KeyLists& window, const KeyLists& entries, int key_rows) {
+RowLists merge_keys(const RowLists& window, const RowLists& entries, int key_rows) {
+  PLUMB_ON_GPU(window.begin, merge_keys(window, entries, key_rows));
   PLUMB_CHECK(window.size() == entries.size());
-  KeyLists all;
-  all.begin.reserve(window.begin.size());
-  all.row.reserve(window.row.size() + entries.row.size());
-  for (int r = 0; r < window.size(); ++r) {
-    all.row.insert(all.row.end(), window.row.begin() + window.begin[r], window.row.begin() + window.begin[r + 1]);
-    for (int i = entries.begin[r]; i < entries.begin[r + 1]; ++i) all.row.push_back(entries.row[i] + key_rows);
-    all.begin.push_back(static_cast<int>(all.row.size()));
+  RowLists all(Tensor::empty(window.begin.shape(), DType::i32),
+               Tensor::empty({window.row.numel() + entries.row.numel()}, DType::i32));
+  const int *window_begin = window.begin.ptr<int>(), *entry_begin = entries.begin.ptr<int>();
+  const int *key = window.row.ptr<int>(), *entry = entries.row.ptr<int>();
+  int *begin = all.begin.ptr<int>(), *out = all.row.ptr<int>();
+  begin[0] = 0;
+  for (int64_t r = 0; r < window.size(); ++r) {
+    int* to = std::copy(key + window_begin[r], key + window_begin[r + 1], out + begin[r]);
+    for (int i = entry_begin[r]; i < entry_begin[r + 1]; ++i) *to++ = entry[i] + key_rows;
+    begin[r + 1] = static_cast<int>(to - out);
   }
   return all;
 }
 
-AttentionResult sparse_attention(const Tensor& q, const Tensor& keys, const KeyLists& lists, const Tensor& sink,
+AttentionResult sparse_attention(const Tensor& q, const Tensor& keys, const RowLists& lists, const Tensor& sink,
                                  Numerics numerics) {
   const Problem a = make_problem(q, keys, lists, sink);
   AttentionResult result{Tensor::empty(a.q.shape()), Tensor::empty({a.rows, a.heads})};
@@ -180,7 +185,7 @@ AttentionResult sparse_attention(const Tensor& q, const Tensor& keys, const KeyL
   return result;
 }
 
-Tensor sparse_attention_backward(const Tensor& d_o, const Tensor& q, const Tensor& keys, const KeyLists& lists,
+Tensor sparse_attention_backward(const Tensor& d_o, const Tensor& q, const Tensor& keys, const RowLists& lists,
                                  const Tensor& sink, const AttentionResult& forward, const Tensor& d_keys,
                                  const Tensor& d_sink) {
   const Problem a = make_problem(q, keys, lists, sink);
@@ -193,17 +198,17 @@ Tensor sparse_attention_backward(const Tensor& d_o, const Tensor& q, const Tenso
   constexpr int64_t kChunk = 256;  // rows whose weights are held at a time; any number gives the same sums over q
   for (int64_t first = 0; first < a.rows; first += kChunk) {
     const int64_t last = std::min(a.rows, first + kChunk);
-    const int base = lists.begin[first];
+    const int base = a.lists.begin[first];
     ChunkWeights weights;
-    weights.p.resize((lists.begin[last] - base) * a.heads);
+    weights.p.resize((a.lists.begin[last] - base) * a.heads);
     weights.ds.resize(weights.p.size());
     parallel_for(last - first, 1, [&](int64_t begin, int64_t end) {
       std::vector<float> scratch(a.heads * (2 * kKeyBlock + 1));
       for (int64_t r = first + begin; r < first + end; ++r)
         row_backward(a, r, g.f32() + r * size, o.f32() + r * size, forward.lse.f32() + r * a.heads, scratch,
-                     lists.begin[r] - base, weights, dq.f32() + r * size, d_sink_rows.f32() + r * a.heads);
+                     a.lists.begin[r] - base, weights, dq.f32() + r * size, d_sink_rows.f32() + r * a.heads);
     });
-    const KeyUses uses = transpose_lists(lists, static_cast<int>(first), static_cast<int>(last), keys.size(0));
+    const KeyUses uses = transpose_lists(a.lists, static_cast<int>(first), static_cast<int>(last), keys.size(0));
     add_uses(uses, weights.ds.data(), a.q.f32(), a.heads, a.width, dk.f32());
     add_uses(uses, weights.p.data(), g.f32(), a.heads, a.width, dk.f32());
   }
@@ -217,6 +222,26 @@ Tensor sparse_attention_backward(const Tensor& d_o, const Tensor& q, const Tenso
   Tensor exact = Tensor::zeros(q.shape());
   add_unpadded(dq, exact);
   return exact;
+}
+
+RotatedAttention rotated_attention(const Tensor& q, const Tensor& keys, const RowLists& lists, const Tensor& sink,
+                                   const RotaryTable& table, Numerics numerics) {
+  PLUMB_ON_GPU(q, rotated_attention(q, keys, lists, sink, table, numerics));
+  RotatedAttention result{sparse_attention(q, keys, lists, sink, numerics), {}};
+  result.turned = result.core.o.clone();
+  rotate(result.turned.f32(), q.size(1), q.size(2), table, true);
+  round_point(numerics, Point::rope_o, result.turned);
+  return result;
+}
+
+AttentionGrad rotated_attention_backward(const Tensor& d_turned, const Tensor& q, const Tensor& keys,
+                                         const RowLists& lists, const Tensor& sink, const RotaryTable& table,
+                                         const RotatedAttention& forward, const Tensor& d_sink) {
+  PLUMB_ON_GPU(q, rotated_attention_backward(d_turned, q, keys, lists, sink, table, forward, d_sink));
+  rotate(d_turned.f32(), q.size(1), q.size(2), table, false);
+  AttentionGrad g{{}, Tensor::zeros(keys.shape())};
+  g.dq = sparse_attention_backward(d_turned, q, keys, lists, sink, forward.core, g.d_keys, d_sink);
+  return g;
 }
 
 }  // namespace plumb::ops

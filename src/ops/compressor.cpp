@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "ops/gpu/dispatch.h"
 #include "ops/vector_math.h"
 
 namespace plumb::ops {
@@ -76,7 +77,9 @@ void add_part(float* p, Lanes x, int64_t n) { store_part(p, load_part(p, n) + x,
 
 }  // namespace
 
-Tensor pool_entries(const CompressionPlan& plan, const ProjectedRows& rows, const Tensor& ape) {
+Tensor pool_entries(const Compression& compression, const ProjectedRows& rows, const Tensor& ape, const RoundAt& at) {
+  PLUMB_ON_GPU(rows.kv, pool_entries(compression, rows, ape, at));
+  const CompressionPlan& plan = *compression.plan;
   const Pooling shape = check_pooling(plan, rows, ape);
   Tensor entries = Tensor::empty({plan.new_entries(), shape.width});
   parallel_for(plan.new_entries(), 1, [&](int64_t begin, int64_t end) {
@@ -89,14 +92,17 @@ Tensor pool_entries(const CompressionPlan& plan, const ProjectedRows& rows, cons
       }
     }
   });
+  round_point(at, entries);
   return entries;
 }
 
 // Per channel (spec 4.2): dv_s = w_s de, dscore_s = w_s (v_s - e) de; the score's gradient goes to the gate and to ape.
 // Threads share the channels, not the entries: a row may feed several entries (branches of a prefix tree, the two
 // halves), and ape is fed by all of them; so every sum runs over the entries in order.
-void pool_entries_backward(const CompressionPlan& plan, const ProjectedRows& rows, const Tensor& ape,
+void pool_entries_backward(const Compression& compression, const ProjectedRows& rows, const Tensor& ape,
                            const Tensor& d_entries, const Tensor& d_kv, const Tensor& d_gate, const Tensor& d_ape) {
+  PLUMB_ON_GPU(rows.kv, pool_entries_backward(compression, rows, ape, d_entries, d_kv, d_gate, d_ape));
+  const CompressionPlan& plan = *compression.plan;
   const Pooling shape = check_pooling(plan, rows, ape);
   PLUMB_CHECK(d_entries.shape() == (Shape{plan.new_entries(), shape.width}), to_string(d_entries.shape()));
   PLUMB_CHECK(d_kv.shape() == rows.kv.shape() && d_gate.shape() == rows.kv.shape());

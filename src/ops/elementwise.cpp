@@ -2,6 +2,7 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "ops/gpu/dispatch.h"
 #include "ops/vector_math.h"
 
 namespace plumb::ops {
@@ -14,9 +15,21 @@ void add(const float* x, int64_t n, float* into) {
 
 void add(const Tensor& x, const Tensor& into) {
   PLUMB_CHECK(x.numel() == into.numel(), to_string(x.shape()) + " into " + to_string(into.shape()));
+  PLUMB_ON_GPU(into, add(x, into));
   const float* from = x.f32();
   float* to = into.f32();
   parallel_for(into.numel(), 65536, [=](int64_t begin, int64_t end) { add(from + begin, end - begin, to + begin); });
+}
+
+Tensor scaled(const Tensor& x, float factor) {
+  PLUMB_ON_GPU(x, scaled(x, factor));
+  Tensor y = Tensor::empty(x.shape());
+  const float* from = x.f32();
+  float* to = y.f32();
+  parallel_for(x.numel(), 65536, [=](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) to[i] = from[i] * factor;
+  });
+  return y;
 }
 
 }  // namespace plumb::ops

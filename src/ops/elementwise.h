@@ -1,4 +1,4 @@
-// Sums of gradients and of partial results, element by element.
+// Sums of gradients and of partial results, and multiples, element by element.
 #pragma once
 #include <cstdint>
 
@@ -10,5 +10,7 @@ namespace plumb::ops {
 void add(const float* x, int64_t n, float* into);
 // The same for whole f32 tensors of one size, on all threads.
 void add(const Tensor& x, const Tensor& into);
+// -> x * factor, f32
+Tensor scaled(const Tensor& x, float factor);
 
 }  // namespace plumb::ops

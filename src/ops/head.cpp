@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "ops/gpu/dispatch.h"
 #include "ops/head_chunks.h"
 
 namespace plumb::ops {
@@ -33,7 +34,10 @@ void softmax_gradient(const SoftmaxSum& s, float* logits, int64_t vocab, int tar
 
 }  // namespace
 
-Tensor head_logits(const Tensor& hidden, const Linear& head) { return linear(hidden, head); }
+Tensor head_logits(const Tensor& hidden, const Linear& head) {
+  PLUMB_ON_GPU(hidden, head_logits(hidden, head));
+  return linear(hidden, head);
+}
 
 float log_probability(const float* logits, int64_t vocab, int target) {
   return log_probability(softmax_sum(logits, vocab), logits[target]);
@@ -47,6 +51,7 @@ std::vector<float> log_probabilities(const float* logits, int64_t vocab, std::sp
 }
 
 Tensor head_logprobs(const Tensor& hidden, const Linear& head, const std::vector<int>& target) {
+  PLUMB_ON_GPU(hidden, head_logprobs(hidden, head, target));
   check_targets(hidden, head, target);
   Tensor logprobs = Tensor::empty({hidden.size(0)});
   for_chunks(hidden, head, [&](int64_t first, const Tensor& logits) {
@@ -60,6 +65,7 @@ Tensor head_logprobs(const Tensor& hidden, const Linear& head, const std::vector
 
 Tensor head_logprobs_backward(const Tensor& d_logprob, const Tensor& hidden, const Linear& head,
                               const std::vector<int>& target, const Tensor& d_head, Tensor* logprobs) {
+  PLUMB_ON_GPU(hidden, head_logprobs_backward(d_logprob, hidden, head, target, d_head, logprobs));
   check_targets(hidden, head, target);
   Tensor d_hidden = Tensor::empty(hidden.shape());
   if (logprobs) *logprobs = Tensor::empty({hidden.size(0)});

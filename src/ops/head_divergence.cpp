@@ -9,6 +9,8 @@ namespace plumb::ops {
 namespace {
 
 void check_pair(const HeadRows& student, const HeadRows& teacher) {
+  if (student.hidden.on_device() || teacher.hidden.on_device())
+    fail("head divergence", "has no GPU kernel", "use kernels = \"reference\"");
   check_hidden(student.hidden, student.head);
   check_hidden(teacher.hidden, teacher.head);
   if (student.hidden.size(0) != teacher.hidden.size(0))

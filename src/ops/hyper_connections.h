@@ -20,11 +20,12 @@ struct HyperOptions {
 
 namespace ops {
 
-struct HyperMix {    // what hc_post and the backward pass need
-  Tensor mix;        // [rows, (2+n)*n] = rho * (fn v), before scale and base
-  Tensor rho;        // [rows]
-  Tensor pre, post;  // [rows, n]
-  Tensor comb;       // [rows, n, n], axes (source, destination)
+struct HyperMix {       // what hc_post and the backward pass need
+  Tensor mix;           // [rows, (2+n)*n] = rho * (fn v), before scale and base
+  Tensor rho;           // [rows]
+  Tensor pre, post;     // [rows, n]
+  Tensor comb;          // [rows, n, n], axes (source, destination)
+  Tensor coefficients;  // on a GPU instead of pre, post and comb: all three, [rows, (2+n)*n]
 };
 
 // streams [rows, n, d] -> y [rows, d] = sum_j pre_j streams_j (not rounded), and the mix.

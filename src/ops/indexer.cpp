@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "ops/gpu/dispatch.h"
 #include "ops/key_products.h"
 #include "ops/vector_math.h"
 
@@ -151,20 +152,21 @@ void row_gradients(const Index& a, int64_t r, const int* entry, const std::vecto
 
 }  // namespace
 
-KeyLists select_entries(const Tensor& q, const Tensor& w, const Tensor& keys, const EntryRanges& visible, int topk) {
+RowLists select_entries(const Tensor& q, const Tensor& w, const Tensor& keys, const Visibility& visibility, int topk) {
+  PLUMB_ON_GPU(q, select_entries(q, w, keys, visibility, topk));
+  const EntryRanges& visible = *visibility.ranges;
   const Index a = make_index(q, w, keys);
   PLUMB_CHECK(topk >= 0 && static_cast<int64_t>(visible.begin.size()) == a.rows + 1);
   for (const EntryRange& e : visible.range) PLUMB_CHECK(0 <= e.first && e.first <= e.last && e.last <= keys.size(0));
-  KeyLists chosen;
-  for (int r = 0; r < a.rows; ++r)
-    chosen.begin.push_back(chosen.begin.back() + std::min(topk, visible_count(visible, r)));
-  chosen.row.resize(chosen.begin.back());
+  std::vector<int> list_begin{0};
+  for (int r = 0; r < a.rows; ++r) list_begin.push_back(list_begin.back() + std::min(topk, visible_count(visible, r)));
+  const RowLists chosen(Tensor::of(list_begin), Tensor::empty({list_begin.back()}, DType::i32));
   parallel_for(a.rows, 1, [&](int64_t begin, int64_t end) {
     std::vector<int> entry, order;
     std::vector<float> score, products(a.heads * kKeyBlock);
     for (int r = static_cast<int>(begin); r < end; ++r) {
-      const int keep = chosen.begin[r + 1] - chosen.begin[r];
-      int* out = chosen.row.data() + chosen.begin[r];
+      const int keep = list_begin[r + 1] - list_begin[r];
+      int* out = chosen.row.ptr<int>() + list_begin[r];
       entry.clear();
       append_visible(visible, r, entry);
       if (keep == static_cast<int>(entry.size())) {
@@ -179,7 +181,7 @@ KeyLists select_entries(const Tensor& q, const Tensor& w, const Tensor& keys, co
   return chosen;
 }
 
-KeyLists visible_entries(const EntryRanges& visible) {
+RowLists visible_entries(const EntryRanges& visible) {
   KeyLists all;
   for (int r = 0; r + 1 < static_cast<int>(visible.begin.size()); ++r) {
     append_visible(visible, r, all.row);
@@ -189,13 +191,13 @@ KeyLists visible_entries(const EntryRanges& visible) {
 }
 
 double indexer_loss(const IndexerLoss& options, const Tensor& q, const Tensor& w, const Tensor& keys,
-                    const KeyLists& valid, const Tensor& attn_q, const Tensor& attn_entries, const Tensor& other_lse,
-                    const Tensor& d_q, const Tensor& d_w, const Tensor& d_keys) {
+                    const RowLists& valid_lists, const Tensor& attn_q, const Tensor& attn_entries,
+                    const Tensor& other_lse, const Tensor& d_q, const Tensor& d_w, const Tensor& d_keys) {
   const Index a = make_index(q, w, keys);
   PLUMB_CHECK(attn_q.dim() == 3 && attn_q.size(0) == a.rows && attn_q.size(2) == attn_entries.size(1));
   PLUMB_CHECK(attn_entries.size(0) == keys.size(0) && other_lse.shape() == (Shape{a.rows, attn_q.size(1)}));
   PLUMB_CHECK(d_q.shape() == q.shape() && d_w.shape() == w.shape() && d_keys.shape() == keys.shape());
-  check_lists(valid, a.rows, keys.size(0));
+  const ListView valid = checked_lists(valid_lists, a.rows, keys.size(0));
   const Tensor wide_q = padded_to_lanes(attn_q);
   const Teacher teacher{wide_q,          padded_to_lanes(attn_entries),
                         other_lse.f32(), wide_q.size(1),
@@ -214,7 +216,7 @@ double indexer_loss(const IndexerLoss& options, const Tensor& q, const Tensor& w
       std::vector<double> logits, target;
       for (int64_t r = first + begin; r < first + end; ++r) {
         const int n = valid.begin[r + 1] - valid.begin[r];
-        const int* entry = valid.row.data() + valid.begin[r];
+        const int* entry = valid.row + valid.begin[r];
         if (n == 0) continue;
         score.resize(n);
         index_scores(a, r, entry, n, products.data(), score.data());

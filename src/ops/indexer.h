@@ -1,17 +1,17 @@
 // Lightning indexer of ratio-4 layers, spec 3.7: scores and exact top-k; its own loss, spec 4.3.
 #pragma once
 #include "base/tensor.h"
-#include "plan/sequence_plan.h"
+#include "ops/plan_tensors.h"
 
 namespace plumb::ops {
 
 // q [rows, HI, cI], w [rows, HI] (both scale factors included), keys [entries, cI]. Score of entry s for row t:
 // sum_h w_th * max(0, q_th . k_s), FP32, heads in order. -> for each row the min(topk, visible) best entries, listed in
 // order of position (the order of `visible`); equal scores: the earlier entry wins.
-KeyLists select_entries(const Tensor& q, const Tensor& w, const Tensor& keys, const EntryRanges& visible, int topk);
+RowLists select_entries(const Tensor& q, const Tensor& w, const Tensor& keys, const Visibility& visible, int topk);
 
 // All visible entries of each row, in order (HCA layers; CSA when topk >= entries).
-KeyLists visible_entries(const EntryRanges& visible);
+RowLists visible_entries(const EntryRanges& visible);
 
 // Loss of the indexer against the attention's own distribution over compressed entries (teacher: detached), spec 4.3.
 struct IndexerLoss {
@@ -23,7 +23,7 @@ struct IndexerLoss {
 // keys and sink. d_q, d_w, d_keys += gradient (+=, shapes of q, w, keys). -> sum over rows of KL (not multiplied by
 // anything).
 double indexer_loss(const IndexerLoss& options, const Tensor& q, const Tensor& w, const Tensor& keys,
-                    const KeyLists& valid, const Tensor& attn_q, const Tensor& attn_entries, const Tensor& other_lse,
+                    const RowLists& valid, const Tensor& attn_q, const Tensor& attn_entries, const Tensor& other_lse,
                     const Tensor& d_q, const Tensor& d_w, const Tensor& d_keys);
 
 }  // namespace plumb::ops

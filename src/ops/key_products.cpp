@@ -183,7 +183,7 @@ void add_weighted_keys(const float* p, int64_t heads, int64_t width, const float
   for (; h < heads; ++h) weighted_heads<1>(p + h * kKeyBlock, width, keys, row, n, o + h * width);
 }
 
-KeyUses transpose_lists(const KeyLists& lists, int first, int last, int64_t keys) {
+KeyUses transpose_lists(const ListView& lists, int first, int last, int64_t keys) {
   KeyUses uses;
   const int base = lists.begin[first], count = lists.begin[last] - base;
   uses.begin.assign(keys + 1, 0);
@@ -216,9 +216,12 @@ void add_uses(const KeyUses& uses, const float* weight, const float* x, int64_t 
   });
 }
 
-void check_lists(const KeyLists& lists, int64_t rows, int64_t keys) {
+ListView checked_lists(const RowLists& lists, int64_t rows, int64_t keys) {
   PLUMB_CHECK(lists.size() == rows, std::to_string(lists.size()) + " lists for " + std::to_string(rows) + " rows");
-  for (int row : lists.row) PLUMB_CHECK(row >= 0 && row < keys, "key " + std::to_string(row));
+  const int* row = lists.row.ptr<int>();
+  for (int64_t i = 0; i < lists.row.numel(); ++i)
+    PLUMB_CHECK(row[i] >= 0 && row[i] < keys, "key " + std::to_string(row[i]));
+  return {lists.begin.ptr<int>(), row};
 }
 
 }  // namespace plumb::ops

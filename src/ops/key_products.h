@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "base/tensor.h"
-#include "plan/sequence_plan.h"
+#include "ops/lists.h"
 
 namespace plumb::ops {
 
@@ -26,19 +26,24 @@ void key_scores(const float* q, int64_t heads, int64_t width, const float* keys,
 void add_weighted_keys(const float* p, int64_t heads, int64_t width, const float* keys, const int* row, int n,
                        float* o);
 
+// RowLists as the loops read them: list i is row[begin[i]] .. row[begin[i + 1] - 1].
+struct ListView {
+  const int* begin;
+  const int* row;
+};
+// Every number of the lists must be in [0, keys): a wrong one is a defect of the plan.
+ListView checked_lists(const RowLists& lists, int64_t rows, int64_t keys);
+
 // The lists of rows [first, last) transposed: for each key the rows that name it, in order, and where.
 struct KeyUses {
   std::vector<int> begin;     // [keys + 1]
   std::vector<int> row;       // row of the batch
   std::vector<int64_t> item;  // number of the list item, counted from the first item of row `first`
 };
-KeyUses transpose_lists(const KeyLists& lists, int first, int last, int64_t keys);
+KeyUses transpose_lists(const ListView& lists, int first, int last, int64_t keys);
 
 // d_keys[k] += sum over uses and heads of weight[item, h] * x[row, h], one chain over (use, head) a channel.
 // weight [items, heads], x [rows, heads, width], d_keys [keys, width].
 void add_uses(const KeyUses& uses, const float* weight, const float* x, int64_t heads, int64_t width, float* d_keys);
-
-// Every number of the lists must be in [0, keys): a wrong one is a defect of the plan.
-void check_lists(const KeyLists& lists, int64_t rows, int64_t keys);
 
 }  // namespace plumb::ops

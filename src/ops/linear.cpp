@@ -6,6 +6,7 @@
 #include "base/error.h"
 #include "base/float_formats.h"
 #include "base/parallel.h"
+#include "ops/gpu/dispatch.h"
 #include "ops/linear_parts.h"
 #include "ops/matmul.h"
 
@@ -49,6 +50,7 @@ void check_rows(const char* name, const Tensor& x, int64_t width) {
 
 Tensor linear(const Tensor& x, const Linear& w, const LoraList& lora, const LinearPoints& points) {
   check_rows("x", x, w.in);
+  PLUMB_ON_GPU(x, linear(x, w, lora, points));
   const int64_t rows = x.size(0);
   const Tensor rounded = rounded_input(x, points);
   Tensor y = Tensor::empty({rows, w.out});
@@ -79,6 +81,7 @@ Tensor linear_backward(const Tensor& dy, const Tensor& x, const Linear& w, const
                        const LinearPoints& points, const std::vector<LoraGrad>& lora_grads, const Tensor& dw) {
   check_rows("x", x, w.in);
   check_rows("dy", dy, w.out);
+  PLUMB_ON_GPU(x, linear_backward(dy, x, w, lora, points, lora_grads, dw));
   const int64_t rows = x.size(0);
   Tensor dx = Tensor::empty({rows, w.in});
   linear_backward_input(dy.f32(), w.out, rows, w, dx.f32(), w.in, false);

@@ -30,10 +30,10 @@ struct RouterOptions {
   float scale = 1.5f;  // routed_scaling_factor
 };
 
-// x [rows,d], token[rows]. Score layers: top K of score + bias, by descending score, equal scores: lower expert first.
-// Hash layers: tid2eid[token]. weight = score / (sum over chosen + 1e-20) * scale. forced (i32 [rows,K], may be
-// undefined) replaces the choice (replay).
-Routing route(const Tensor& x, const std::vector<int>& token, const RouterWeights& w, const RouterOptions& o,
+// x [rows,d], token i32 [rows] (hash layers). Score layers: top K of score + bias, by descending score, equal scores:
+// lower expert first. Hash layers: tid2eid[token]. weight = score / (sum over chosen + 1e-20) * scale. forced (i32
+// [rows,K], may be undefined) replaces the choice (replay).
+Routing route(const Tensor& x, const Tensor& token, const RouterWeights& w, const RouterOptions& o,
               const Tensor& forced = {});
 // d_weight [rows,K] -> dx [rows,d]; d_gate f32 [E,d] += if defined. Balance loss (spec 4.6) adds its own score
 // gradient: d_score_extra [rows,E] or undefined.

@@ -4,6 +4,7 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "ops/gpu/dispatch.h"
 #include "ops/moe.h"
 
 namespace plumb::ops {
@@ -46,23 +47,25 @@ void check_routes(const char* what, const Tensor& t, int64_t rows, int64_t k, in
                          std::to_string(t.ptr<int32_t>()[i]) + " of " + std::to_string(experts));
 }
 
-Tensor hashed(const Tensor& tid2eid, const std::vector<int>& token, int64_t k) {
+Tensor hashed(const Tensor& tid2eid, const Tensor& tokens, int64_t k) {
   if (tid2eid.dim() != 2 || tid2eid.size(1) != k)
     fail("router", "tid2eid [vocabulary," + std::to_string(k) + "] expected, " + to_string(tid2eid.shape()) + " found");
-  Tensor expert = Tensor::empty({static_cast<int64_t>(token.size()), k}, DType::i32);
-  for (size_t r = 0; r < token.size(); ++r) {
+  const int32_t* token = tokens.ptr<int32_t>();
+  Tensor expert = Tensor::empty({tokens.numel(), k}, DType::i32);
+  for (int64_t r = 0; r < tokens.numel(); ++r) {
     if (token[r] < 0 || token[r] >= tid2eid.size(0))
       fail("router", "token " + std::to_string(token[r]) + " is outside the hash table of " +
                          std::to_string(tid2eid.size(0)) + " tokens");
-    std::copy_n(tid2eid.ptr<int32_t>() + token[r] * k, k, expert.ptr<int32_t>() + static_cast<int64_t>(r) * k);
+    std::copy_n(tid2eid.ptr<int32_t>() + token[r] * k, k, expert.ptr<int32_t>() + r * k);
   }
   return expert;
 }
 
 }  // namespace
 
-Routing route(const Tensor& x, const std::vector<int>& token, const RouterWeights& w, const RouterOptions& o,
+Routing route(const Tensor& x, const Tensor& token, const RouterWeights& w, const RouterOptions& o,
               const Tensor& forced) {
+  PLUMB_ON_GPU(x, route(x, token, w, o, forced));
   const int64_t rows = x.size(0), experts = w.gate.out, k = o.experts_per_token;
   if (k < 1 || k > experts)
     fail("router", std::to_string(k) + " experts a token of " + std::to_string(experts),
@@ -78,8 +81,8 @@ Routing route(const Tensor& x, const std::vector<int>& token, const RouterWeight
   if (forced.defined()) {
     r.expert = forced;
   } else if (w.tid2eid.defined()) {
-    if (static_cast<int64_t>(token.size()) != rows)
-      fail("router", std::to_string(token.size()) + " tokens for " + std::to_string(rows) + " rows");
+    if (token.numel() != rows)
+      fail("router", std::to_string(token.numel()) + " tokens for " + std::to_string(rows) + " rows");
     r.expert = hashed(w.tid2eid, token, k);
   } else {
     r.expert = Tensor::empty({rows, k}, DType::i32);
@@ -104,6 +107,7 @@ Routing route(const Tensor& x, const std::vector<int>& token, const RouterWeight
 
 Tensor route_backward(const Tensor& d_weight, const Tensor& d_score_extra, const Tensor& x, const RouterWeights& w,
                       const Routing& r, const RouterOptions& o, const Tensor& d_gate) {
+  PLUMB_ON_GPU(x, route_backward(d_weight, d_score_extra, x, w, r, o, d_gate));
   const int64_t rows = x.size(0), experts = w.gate.out, k = o.experts_per_token;
   Tensor d_logits = d_score_extra.defined() ? d_score_extra.clone() : Tensor::zeros({rows, experts});
   parallel_for(rows, 16, [&](int64_t begin, int64_t end) {

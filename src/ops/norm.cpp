@@ -5,6 +5,7 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "ops/gpu/dispatch.h"
 #include "ops/vector_math.h"
 
 namespace plumb::ops {
@@ -23,7 +24,8 @@ void check_norm(const Tensor& x, const Tensor& weight) {
 
 }  // namespace
 
-Tensor rms_norm(const Tensor& x, const Tensor& weight, float eps) {
+Tensor rms_norm(const Tensor& x, const Tensor& weight, float eps, const RoundAt& at) {
+  PLUMB_ON_GPU(x, rms_norm(x, weight, eps, at));
   check_norm(x, weight);
   const int64_t width = x.size(1);
   Tensor y = Tensor::empty(x.shape());
@@ -39,11 +41,13 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, float eps) {
       });
     }
   });
+  round_point(at, y);
   return y;
 }
 
 // With g = w * dy and xn = rho x: dx = rho (g - xn mean(g xn)), dw = sum over rows of dy xn (spec 4.2).
 Tensor rms_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& weight, float eps, const Tensor& dweight) {
+  PLUMB_ON_GPU(x, rms_norm_backward(dy, x, weight, eps, dweight));
   check_norm(x, weight);
   PLUMB_CHECK(dy.shape() == x.shape());
   const int64_t rows = x.size(0), width = x.size(1);

@@ -78,6 +78,12 @@ enum class PointKind : uint8_t { keep, bf16, fp8x128, fp8x64, fp4x32 };
 
 const char* point_name(Point p);  // "hc.pre", ...
 
+// Where an op rounds its result; by default nowhere.
+struct RoundAt {
+  Numerics numerics = Numerics::fp32;
+  Point point = Point::none;
+};
+
 // What the profile does at a point. had_* of `keep` means: no Hadamard transform at all.
 PointKind point_kind(Numerics n, Point p);
 
@@ -87,6 +93,7 @@ namespace ops {
 // last may be short. Scales are powers of two, spec 2.2.
 void round_point(Numerics n, Point p, float* x, int64_t rows, int64_t width, int64_t ld);
 void round_point(Numerics n, Point p, const Tensor& x);  // last dimension = width
+inline void round_point(const RoundAt& at, const Tensor& x) { round_point(at.numerics, at.point, x); }
 
 }  // namespace ops
 }  // namespace plumb

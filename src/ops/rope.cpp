@@ -6,6 +6,7 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "ops/gpu/dispatch.h"
 #include "ops/vector_math.h"
 
 namespace plumb::ops {
@@ -55,8 +56,12 @@ std::vector<float> rotary_frequencies(int dim, double base, const Yarn* yarn) {
   return {w.begin(), w.end()};
 }
 
-RotaryTable rotary_table(const std::vector<int>& position, const std::vector<float>& freq) {
-  RotaryTable t{static_cast<int64_t>(position.size()), static_cast<int64_t>(freq.size()), {}, {}};
+RotaryTable rotary_table(const std::vector<int>& position, const std::vector<float>& freq, Space space) {
+#ifdef PLUMB_HAS_CUDA
+  if (space == Space::device) return gpu::rotary_table(position, freq);
+#endif
+  PLUMB_CHECK(space == Space::host);
+  RotaryTable t{static_cast<int64_t>(position.size()), static_cast<int64_t>(freq.size()), {}, {}, {}};
   t.cosine.resize(t.rows * t.pairs);
   t.sine.resize(t.rows * t.pairs);
   parallel_for(t.rows, 8, [&](int64_t begin, int64_t end) {

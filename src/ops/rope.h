@@ -14,8 +14,9 @@ std::vector<float> rotary_frequencies(int dim, double base, const Yarn* yarn);
 struct RotaryTable {
   int64_t rows = 0, pairs = 0;
   std::vector<float> cosine, sine;
+  Tensor device;  // on a GPU instead of these two: f32 [rows, pairs, 2]
 };
-RotaryTable rotary_table(const std::vector<int>& position, const std::vector<float>& freq);
+RotaryTable rotary_table(const std::vector<int>& position, const std::vector<float>& freq, Space space = Space::host);
 
 // In place: rotates the last 2*freq.size() channels of x [rows, vectors, width] by position[row] * freq (angle rounded
 // to FP32, cos and sin from FP64). inverse: by minus the angle, which is also the backward of the forward rotation.

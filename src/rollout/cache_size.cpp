@@ -65,11 +65,11 @@ void fit_cache(EngineOptions& o, const ModelConfig& config, int64_t budget, int 
   o.key_pages += more, o.entry_pages += more;
 }
 
-KvCache make_engine_cache(const ModelConfig& config, const EngineOptions& o) {
+KvCache make_engine_cache(const ModelConfig& config, const EngineOptions& o, Space space) {
   const PlanShape shape = plan_shape(config);
   const PageShape pages{page_positions(shape), o.key_pages, o.entry_pages};
   return make_cache(config, cache_shape(shape, pages), (o.entry_pages + o.max_running * 2) * shape.csa_ratio,
-                    o.max_running * shape.hca_ratio);
+                    o.max_running * shape.hca_ratio, space);
 }
 
 }  // namespace plumb

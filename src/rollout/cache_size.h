@@ -21,6 +21,6 @@ CacheBytes cache_bytes(const ModelConfig& config);
 void fit_cache(EngineOptions& options, const ModelConfig& config, int64_t budget, int longest);
 
 // The cache that an engine with these options has.
-KvCache make_engine_cache(const ModelConfig& config, const EngineOptions& options);
+KvCache make_engine_cache(const ModelConfig& config, const EngineOptions& options, Space space = Space::host);
 
 }  // namespace plumb

@@ -72,7 +72,7 @@ Engine::Engine(WeightStore& weights, const EngineOptions& options, std::shared_p
       prefixes_(pools_) {
   check_options(options);
   if (registry_) registry_->require_fit(weights.config());
-  cache_ = make_engine_cache(weights.config(), options);
+  cache_ = make_engine_cache(weights.config(), options, weights.space());
   for (int lane = options.max_running; lane-- > 0;) free_lanes_.push_back(lane);
 }
 

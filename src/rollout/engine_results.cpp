@@ -1,23 +1,15 @@
 // What becomes of the hidden rows of a step: log-probabilities of prompts, next tokens, events.
 #include <algorithm>
-#include <cstring>
 
 #include "base/parallel.h"
 #include "ops/head.h"
+#include "ops/rows.h"
 #include "rollout/engine.h"
 
 namespace plumb {
 namespace {
 
 constexpr int kTopRows = 32;  // rows whose logits exist at a time when top log-probabilities of a prompt are taken
-
-// Rows of `from` copied into a tensor of their own.
-Tensor copy_rows(const Tensor& from, const std::vector<int>& rows) {
-  const Tensor to = Tensor::empty({static_cast<int64_t>(rows.size()), from.size(1)});
-  for (size_t i = 0; i < rows.size(); ++i)
-    std::memcpy(to.f32() + i * to.size(1), from.f32() + rows[i] * to.size(1), to.size(1) * sizeof(float));
-  return to;
-}
 
 std::span<const float> row_of(const Tensor& logits, int64_t row) {
   return {logits.f32() + row * logits.size(1), static_cast<size_t>(logits.size(1))};
@@ -42,9 +34,9 @@ std::vector<Event> Engine::take_results(const Tensor& hidden) {
       }
     }
   }
-  if (!known_rows.empty()) take_prompt_logprobs(copy_rows(hidden, known_rows), known_of, target);
+  if (!known_rows.empty()) take_prompt_logprobs(ops::gather_rows(hidden, known_rows), known_of, target);
   std::vector<GeneratedToken> sampled;
-  if (!sampled_rows.empty()) sampled = sample(copy_rows(hidden, sampled_rows), sampled_of);
+  if (!sampled_rows.empty()) sampled = sample(ops::gather_rows(hidden, sampled_rows), sampled_of);
 
   std::vector<Event> events;
   size_t next = 0;

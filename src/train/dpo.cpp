@@ -237,8 +237,8 @@ class DpoLoop {
 RunSummary run_dpo(const RunConfig& config, const LoopHooks& hooks) {
   if (config.machine.threads > 0) set_thread_count(static_cast<int>(config.machine.threads));
   const RunDirectory directory = open_run_directory(config);
-  std::shared_ptr<ResidentWeights> weights = load_weights(Checkpoint::open(config.model.path));
-  const ModelConfig& model = weights->model;
+  const std::shared_ptr<WeightStore> weights = open_weights(config.model);
+  const ModelConfig& model = weights->config();
   const DpoData data = read_data(config, model);
   const std::string& adapter = config.dpo.reference_adapter;
   std::shared_ptr<const Adapter> reference = adapter.empty() ? nullptr : load_adapter(adapter, model);

@@ -9,6 +9,7 @@
 #include "base/parallel.h"
 #include "base/philox.h"
 #include "checkpoint/codecs.h"
+#include "memory/device_weights.h"
 #include "model/adapter_files.h"
 
 namespace plumb {
@@ -106,6 +107,14 @@ double sum_of_squares(const float* x, int64_t begin, int64_t end) {
 }
 
 }  // namespace
+
+std::shared_ptr<WeightStore> open_weights(const ModelKeys& model) {
+  const PlacedWeights placed = place_weights(load_weights(Checkpoint::open(model.path)), model.kernels,
+                                             numerics_from_name(model.numerics.c_str()));
+  if (!placed.warning.empty()) log_warning("{}", placed.warning);
+  if (placed.store->space() == Space::device) log_info("{:14} {}", "computes on", placed.device);
+  return placed.store;
+}
 
 std::shared_ptr<Adapter> fresh_adapter(const ModelConfig& c, const LoraKeys& keys, uint64_t seed) {
   auto adapter = std::make_shared<Adapter>();

@@ -36,6 +36,9 @@ struct Trainee {
   Trainee& operator=(const Trainee&) = delete;
 };
 
+// Loads the weights of a run that trains an adapter, and puts them where model.kernels says; logs where that is.
+std::shared_ptr<WeightStore> open_weights(const ModelKeys& model);
+
 // A fresh adapter: A is uniform in +-1/sqrt(in) (Kaiming with a = sqrt 5), B is zero, so that it changes nothing yet
 // (reference_trainer 3.1). Every tensor has a random stream of its own, named by layer and matrix: the values of one
 // target do not depend on which others there are. Error: a target without any matrix in this model.

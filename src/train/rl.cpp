@@ -329,8 +329,8 @@ class RlLoop {
 RunSummary run_rl(const RunConfig& config, const LoopHooks& hooks) {
   if (config.machine.threads > 0) set_thread_count(static_cast<int>(config.machine.threads));
   const RunDirectory directory = open_run_directory(config);
-  std::shared_ptr<ResidentWeights> weights = load_weights(Checkpoint::open(config.model.path));
-  const ModelConfig& model = weights->model;
+  const std::shared_ptr<WeightStore> weights = open_weights(config.model);
+  const ModelConfig& model = weights->config();
   const RlInputs inputs = read_rl_inputs(config, model);
   const std::optional<Teacher> teacher = load_teacher(config, weights, inputs.text());
   const std::unique_ptr<Trainee> trainee = lora_trainee(weights, first_adapter(config, model));

@@ -29,10 +29,11 @@ void print_inputs(const RunConfig& config, const ModelConfig& model, const Train
 RunSummary run_sft(const RunConfig& config, const LoopHooks& hooks) {
   if (config.machine.threads > 0) set_thread_count(static_cast<int>(config.machine.threads));
   const RunDirectory directory = open_run_directory(config);
-  std::shared_ptr<ResidentWeights> weights = load_weights(Checkpoint::open(config.model.path));
-  const TrainingData data = load_training_data(config, weights->model);
-  const std::unique_ptr<Trainee> trainee = lora_trainee(weights, first_adapter(config, weights->model));
-  print_inputs(config, weights->model, data);
+  const std::shared_ptr<WeightStore> weights = open_weights(config.model);
+  const ModelConfig& model = weights->config();
+  const TrainingData data = load_training_data(config, model);
+  const std::unique_ptr<Trainee> trainee = lora_trainee(weights, first_adapter(config, model));
+  print_inputs(config, model, data);
   log_info("{:14} {} parameters: LoRA of rank {}, alpha {}, on {}", "trained", with_commas(parameter_count(*trainee)),
            trainee->adapter->rank, trainee->adapter->alpha, fmt::join(trainee->adapter->targets, ", "));
   return run_loop(config, *trainee, data, directory, hooks);

@@ -240,7 +240,7 @@ TEST(Attention, GroupedProjectionIsBlockDiagonal) {
   for (int64_t o = 0; o < outs; ++o)
     for (int64_t i = 0; i < group; ++i)
       dense.data.f32()[o * width + o / c.o_lora_rank * group + i] = m->layers[0].attn.wo_a.data.f32()[o * group + i];
-  const Tensor u = ops::linear(s.turned.view({9, width}), dense);
+  const Tensor u = ops::linear(s.core.turned.view({9, width}), dense);
   EXPECT_LT(largest_difference(u, s.u), 1e-6);  // products with zero only change the sign of zero
 }
 

@@ -59,7 +59,7 @@ TEST(HyperConnections, ZeroLogits) {  // spec A16
 // Defects T11, T12: comb must be applied with j as source and k as destination. A permutation shows a transposition at
 // once.
 TEST(HyperConnections, PermutationMovesStreamsFromSourceToDestination) {
-  HyperMix mix{{}, {}, {}, Tensor::zeros({1, 4}), Tensor::zeros({1, 4, 4})};
+  HyperMix mix{{}, {}, {}, Tensor::zeros({1, 4}), Tensor::zeros({1, 4, 4}), {}};
   const int to[4] = {1, 2, 3, 0};
   for (int j = 0; j < 4; ++j) mix.comb.f32()[j * 4 + to[j]] = 1;
   Tensor h = randn({1, kStreams, kWidth}, 5), next = hyper_post(Tensor::zeros({1, kWidth}), h, mix);
@@ -69,7 +69,7 @@ TEST(HyperConnections, PermutationMovesStreamsFromSourceToDestination) {
 
 // B9: comb = I, pre = post = e_0 is a plain residual network on stream 0.
 TEST(HyperConnections, PlainResidual) {
-  HyperMix mix{{}, {}, {}, Tensor::of<float>({1, 0, 0, 0}, {1, 4}), Tensor::zeros({1, 4, 4})};
+  HyperMix mix{{}, {}, {}, Tensor::of<float>({1, 0, 0, 0}, {1, 4}), Tensor::zeros({1, 4, 4}), {}};
   for (int j = 0; j < 4; ++j) mix.comb.f32()[j * 5] = 1;
   Tensor h = randn({1, kStreams, kWidth}, 5), f = randn({1, kWidth}, 6), next = hyper_post(f, h, mix);
   for (int i = 0; i < kWidth; ++i) EXPECT_EQ(next.f32()[i], f.f32()[i] + h.f32()[i]);

@@ -112,8 +112,7 @@ TEST(SelectEntries, RowChoosesTheSameAloneAndMoved) {
     for (int& e : one) e += r;
     EXPECT_EQ(one, list(all, r));
   }
-  expect_thread_invariant(
-      [&] { return std::vector<Tensor>{Tensor::of(select_entries(q, w, keys, ranges_of(visible), 25).row)}; });
+  expect_thread_invariant([&] { return std::vector<Tensor>{select_entries(q, w, keys, ranges_of(visible), 25).row}; });
 }
 
 // A later entry never changes the choice of a row that does not see it, spec T28, T29.

@@ -72,8 +72,8 @@ TEST(Router, TiesBiasHashAndReplay) {
   EXPECT_LT(biased.weight.f32()[0], biased.weight.f32()[1]);  // the bias chooses but does not weigh
   const Tensor table = Tensor::of<int32_t>({0, 1, 2, 4, 3, 0}, {2, 3});
   const RouterWeights hash{gate, {}, table};
-  EXPECT_EQ(chosen(ops::route(x, {1, 0}, hash, three)), (std::vector<int>{4, 3, 0, 0, 1, 2}));
-  EXPECT_THROW(ops::route(x, {1, 2}, hash, three), Error);
+  EXPECT_EQ(chosen(ops::route(x, Tensor::of<int32_t>({1, 0}), hash, three)), (std::vector<int>{4, 3, 0, 0, 1, 2}));
+  EXPECT_THROW(ops::route(x, Tensor::of<int32_t>({1, 2}), hash, three), Error);
   const Tensor forced = Tensor::of<int32_t>({0, 3, 1, 4, 2, 3}, {2, 3});
   const Routing replay = ops::route(x, {}, {gate, bias, {}}, three, forced);
   EXPECT_EQ(chosen(replay), (std::vector<int>{0, 3, 1, 4, 2, 3}));

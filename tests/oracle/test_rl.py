@@ -50,6 +50,18 @@ def test_length_is_learned(tmp_path):
     assert -10 * lines[-1]["eval/reward"] <= 1.5
 
 
+def test_tool_calls_are_learned(tmp_path):
+    """The model guesses half of the time, though there is a tool: after five steps it calls it, for cities it was not trained on."""
+    lines = run("tool_call", tmp_path, train__steps=6, train__eval_every=6)
+    assert lines[0]["eval/reward"] <= 0.6 and lines[-1]["eval/reward"] >= 0.9
+
+
+def test_arithmetic_gets_better(tmp_path):
+    """Held-out differences; thirty steps are half of the example's."""
+    lines = run("arithmetic", tmp_path, train__steps=30)
+    assert lines[-1]["eval/reward"] >= lines[0]["eval/reward"] + 0.05
+
+
 @pytest.mark.parametrize("numerics", ["fp32", "released"])
 @pytest.mark.parametrize("loss", ["cispo", "ppo", "gspo"])
 def test_sampling_and_training_agree_on_bits(tmp_path, numerics, loss):

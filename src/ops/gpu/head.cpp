@@ -1,0 +1,67 @@
+#include "ops/head.h"
+
+#include "kernels/head/head.h"
+#include "ops/gpu/gpu_ops.h"
+#include "ops/gpu/support.h"
+
+namespace plumb::ops::gpu {
+namespace {
+
+namespace hd = kernels::head;
+
+hd::Weight weight_of(const Linear& head) {
+  if (head.format != WeightFormat::bf16)
+    fail("head", "an LM head of FP32 on the GPU", "use a checkpoint in bf16, or kernels = \"reference\"");
+  return {bf16(head.data), head.out, head.in};
+}
+int rows_of(const Tensor& hidden) { return static_cast<int>(hidden.size(0)); }
+
+struct LogProbabilities {
+  Tensor value, normaliser;  // device: f32 [rows], [rows, 2]
+};
+LogProbabilities log_probabilities(const Tensor& hidden, const Linear& head, const Tensor& target) {
+  const int rows = rows_of(hidden);
+  LogProbabilities p{empty({rows}, DType::f32), empty({rows, 2}, DType::f32)};
+  const Tensor memory = workspace(hd::workspace_bytes(rows, head.out));
+  hd::log_probabilities(bf16(hidden), rows, weight_of(head), i32(target), f32(p.value),
+                        reinterpret_cast<hd::Normaliser*>(p.normaliser.raw()), memory.raw(), kStream);
+  return p;
+}
+
+}  // namespace
+
+Tensor head_logits(const Tensor& hidden, const Linear& head) {
+  const int rows = rows_of(hidden);
+  if (rows == 0) return Tensor::empty({0, head.out});
+  const Tensor logits = empty({rows, head.out}, DType::f32), normaliser = empty({rows, 2}, DType::f32);
+  const Tensor memory = workspace(hd::workspace_bytes(rows, head.out));
+  hd::logits(bf16(hidden), rows, weight_of(head), f32(logits), reinterpret_cast<hd::Normaliser*>(normaliser.raw()),
+             memory.raw(), kStream);
+  return to_host(logits);
+}
+
+Tensor head_logprobs(const Tensor& hidden, const Linear& head, const std::vector<int>& target) {
+  if (rows_of(hidden) == 0) return Tensor::empty({0});
+  return to_host(log_probabilities(hidden, head, upload(target)).value);
+}
+
+Tensor head_logprobs_backward(const Tensor& d_logprob, const Tensor& hidden, const Linear& head,
+                              const std::vector<int>& target, const Tensor& d_head, Tensor* logprobs) {
+  if (d_head.defined()) not_on_gpu("training of the LM head");
+  const int rows = rows_of(hidden);
+  Tensor d_hidden = empty(hidden.shape(), DType::f32);
+  if (logprobs) *logprobs = Tensor::empty({rows});
+  if (rows == 0) return d_hidden;
+  constexpr int kChunk = 2048;  // rows whose gradients of logits exist at a time: 530 MB at 129,280 tokens
+  const int chunk = std::min(kChunk, rows);
+  const Tensor targets = upload(target), d = to_device(d_logprob);
+  const LogProbabilities p = log_probabilities(hidden, head, targets);
+  const Tensor memory = workspace(hd::backward_workspace_bytes(chunk, head.out));
+  hd::log_probabilities_backward(f32(d), bf16(hidden), rows, weight_of(head), i32(targets),
+                                 reinterpret_cast<const hd::Normaliser*>(p.normaliser.raw()), chunk, f32(d_hidden),
+                                 nullptr, memory.raw(), kStream);
+  if (logprobs) *logprobs = to_host(p.value);
+  return d_hidden;
+}
+
+}  // namespace plumb::ops::gpu

@@ -1,0 +1,140 @@
+#include "ops/gpu/lora.h"
+
+#include <string>
+
+#include "kernels/glue/glue.h"
+#include "kernels/row_linear/row_linear.h"
+
+namespace plumb::ops::gpu {
+namespace {
+
+namespace rl = kernels::row_linear;
+namespace lo = kernels::lora;
+
+// Addresses on the device.
+Tensor address_table(const std::vector<Tensor>& tensors) {
+  std::vector<uint64_t> addresses;
+  for (const Tensor& t : tensors) addresses.push_back(reinterpret_cast<uintptr_t>(t.raw()));
+  const Tensor table = workspace(addresses.size() * sizeof(uint64_t));
+  kernels::glue::write_words(addresses.data(), static_cast<int>(addresses.size()),
+                             reinterpret_cast<uint64_t*>(table.raw()), kStream);
+  return table;
+}
+
+std::vector<Tensor> planes_of(const LoraSet& set, bool of_b, int groups, int width) {
+  std::vector<Tensor> planes;
+  for (const LoraSet::Item& item : set.items) {
+    Tensor& p = planes.emplace_back(workspace(rl::split_bytes(groups, set.rank, width)));
+    // U = dy B contracts over B's outputs: B [out, r] is the transposed weight of that product.
+    rl::split_weight(f32(of_b ? item.b : item.a), groups, set.rank, width, item.scale,
+                     reinterpret_cast<uint16_t*>(p.raw()), kStream, {of_b, of_b && set.gate_up});
+  }
+  return planes;
+}
+
+std::vector<Tensor> factors_of(const LoraSet& set, bool of_a, int groups, int outputs) {
+  std::vector<Tensor> factors;
+  for (const LoraSet::Item& item : set.items) {
+    Tensor& f = factors.emplace_back(workspace(lo::factor_bytes(groups, outputs, set.rank)));
+    lo::pack_factor(f32(of_a ? item.a : item.b), groups, outputs, set.rank, of_a, !of_a && set.gate_up,
+                    reinterpret_cast<uint32_t*>(f.raw()), kStream);
+  }
+  return factors;
+}
+
+}  // namespace
+
+LoraSet lora_set(const LoraList& lora, int64_t rows, bool gate_up) {
+  LoraSet set;
+  set.gate_up = gate_up;
+  std::vector<int> of_row(rows, -1);
+  bool some = false;
+  for (const LoraRows& part : lora) {
+    const LoraPair& p = *part.pair;
+    const int number = static_cast<int>(set.items.size());
+    const int rank = static_cast<int>(p.a.size(0));
+    if (!set.items.empty() && rank != set.rank)
+      fail("adapters", "ranks " + std::to_string(set.rank) + " and " + std::to_string(rank) + " in one batch");
+    if (rank > rl::kMostFewOutputs)
+      fail("adapters", "rank " + std::to_string(rank),
+           "the GPU kernels take ranks up to " + std::to_string(rl::kMostFewOutputs));
+    set.rank = rank, set.in = static_cast<int>(p.a.size(1)), set.out = static_cast<int>(p.b.size(0));
+    set.items.push_back({p.a, p.b, p.scale});
+    some = some || part.rows;
+    if (part.rows)
+      for (int r : *part.rows) of_row[r] = number;
+    else
+      of_row.assign(rows, number);
+  }
+  if (some || set.items.size() > 1) set.of_row = upload(of_row);
+  return set;
+}
+
+std::vector<Tensor> planes_of_a(const LoraSet& set, int groups) { return planes_of(set, false, groups, set.in); }
+std::vector<Tensor> planes_of_b(const LoraSet& set, int groups, int out) { return planes_of(set, true, groups, out); }
+std::vector<Tensor> factors_of_b(const LoraSet& set, int groups, int out) {
+  return factors_of(set, false, groups, out);
+}
+std::vector<Tensor> factors_of_a(const LoraSet& set, int groups) { return factors_of(set, true, groups, set.in); }
+
+Tensor go_down(const LoraSet& set, const LoraRowsIn& x, const std::vector<Tensor>& planes, int width) {
+  Tensor t = empty({x.rows, set.rank}, DType::f32);
+  const rl::SplitWeight weight{reinterpret_cast<const uint16_t*>(planes[0].raw()), x.groups.count, set.rank, width};
+  rl::Adapters adapters;
+  Tensor table;
+  if (set.of_row.defined()) {
+    table = address_table(planes);
+    adapters = {reinterpret_cast<const uint16_t* const*>(table.raw()), i32(set.of_row),
+                static_cast<int>(planes.size())};
+  }
+  rl::few_outputs(bf16(x.x), i32(x.source_row), x.groups.count > 1 ? i32(x.groups.first_row) : nullptr,
+                  static_cast<int>(x.rows), weight, f32(t), kStream, adapters);
+  return t;
+}
+
+LowRankTerm term_of(const LoraSet& set, Tensor t, int t_stride, std::vector<Tensor> factors) {
+  LowRankTerm term;
+  term.t = std::move(t);
+  term.factors = std::move(factors);
+  term.factor_table = address_table(term.factors);
+  term.low_rank = {set.rank, f32(term.t), t_stride, reinterpret_cast<const uint32_t* const*>(term.factor_table.raw()),
+                   i32(set.of_row)};
+  return term;
+}
+
+LowRankTerm low_rank_forward(const LoraSet& set, const LoraRowsIn& x) {
+  if (set.empty()) return {};
+  const int groups = x.groups.count;
+  return term_of(set, go_down(set, x, planes_of_a(set, groups), set.in), set.rank, factors_of_b(set, groups, set.out));
+}
+
+LowRankTerm low_rank_backward(const LoraSet& set, const LoraRowsIn& dy) {
+  if (set.empty()) return {};
+  const int groups = dy.groups.count;
+  return term_of(set, go_down(set, dy, planes_of_b(set, groups, set.out), set.out), set.rank,
+                 factors_of_a(set, groups));
+}
+
+void add_gradient(const lo::Gradient& g) {
+  if (g.rows == 0) return;
+  const Tensor memory = workspace(lo::gradient_bytes(g));
+  lo::add_gradient(g, memory.raw(), kStream);
+}
+
+void add_lora_gradients(const LoraSet& set, const LoraRowsIn& x, const LoraRowsIn& dy, const LowRankTerm& forward,
+                        const LowRankTerm& backward, const std::vector<LoraGrad>& grads) {
+  if (set.empty() || grads.empty()) return;
+  const int rows = static_cast<int>(x.rows), groups = x.groups.count;
+  const int* first_row = groups > 1 ? i32(x.groups.first_row) : nullptr;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    const int which = static_cast<int>(i);
+    if (grads[i].b.defined())
+      add_gradient({bf16(dy.x), i32(dy.source_row), f32(forward.t), set.rank, set.rank, rows, set.out, first_row,
+                    groups, i32(set.of_row), which, false, set.gate_up, f32(grads[i].b)});
+    if (grads[i].a.defined())
+      add_gradient({bf16(x.x), i32(x.source_row), f32(backward.t), set.rank, set.rank, rows, set.in, first_row, groups,
+                    i32(set.of_row), which, true, false, f32(grads[i].a)});
+  }
+}
+
+}  // namespace plumb::ops::gpu

@@ -1,0 +1,61 @@
+#include "ops/gpu/memory.h"
+
+#include <mutex>
+
+#include "ops/gpu/support.h"
+
+namespace plumb::ops::gpu {
+namespace {
+
+// Blocks come from the driver's pool in order of the stream: what one op frees, the next may use. The pool keeps what
+// it has, since every pass asks for the same sizes again.
+class StreamMemory : public DeviceMemory {
+ public:
+  explicit StreamMemory(int device) {
+    cudaMemPool_t pool;
+    check(cudaDeviceGetDefaultMemPool(&pool, device), "asking for the memory pool");
+    uint64_t keep = UINT64_MAX;
+    check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep), "setting up the memory pool");
+  }
+  std::shared_ptr<void> allocate(size_t bytes) override {
+    void* memory = nullptr;
+    check(cudaMallocAsync(&memory, bytes, kStream), ("allocating " + std::to_string(bytes) + " bytes").c_str());
+    return std::shared_ptr<void>(memory, [](void* p) { cudaFreeAsync(p, kStream); });  // at exit CUDA may be gone
+  }
+  void zero(void* to, size_t bytes) override { check(cudaMemsetAsync(to, 0, bytes, kStream), "clearing memory"); }
+  void copy(void* to, Space to_space, const void* from, Space from_space, size_t bytes) override {
+    if (to_space == Space::device && from_space == Space::device)
+      return check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, kStream), "copying on the device");
+    // From memory that is not pinned the call returns when the bytes have left it.
+    const auto kind = to_space == Space::device ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
+    check(cudaMemcpyAsync(to, from, bytes, kind, kStream), "copying to or from the device");
+    if (kind == cudaMemcpyDeviceToHost) check(cudaStreamSynchronize(kStream), "the device's work");
+  }
+};
+
+DeviceStatus look() {
+  int count = 0;
+  if (const cudaError_t error = cudaGetDeviceCount(&count); error != cudaSuccess || count == 0)
+    return {false, false,
+            error == cudaSuccess ? "there is no GPU" : std::string("no GPU: ") + cudaGetErrorString(error)};
+  int device = 0;
+  check(cudaGetDevice(&device), "asking for the device");
+  cudaDeviceProp properties;
+  check(cudaGetDeviceProperties(&properties, device), "asking for the device");
+  if (properties.major != 9 || properties.minor != 0)
+    return {true, false,
+            std::string(properties.name) + " has compute capability " + std::to_string(properties.major) + "." +
+                std::to_string(properties.minor) + ", the kernels need 9.0"};
+  static auto& memory = *new StreamMemory(device);
+  set_device_memory(&memory);
+  return {true, true, properties.name};
+}
+
+}  // namespace
+
+DeviceStatus open_device() {
+  static const DeviceStatus status = look();
+  return status;
+}
+
+}  // namespace plumb::ops::gpu

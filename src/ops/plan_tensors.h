@@ -1,0 +1,48 @@
+// What ops read of a SequencePlan, made once a pass and used by all layers: row numbers and key lists as tensors where
+// the ops run, and the rotary tables of rows and entries.
+#pragma once
+#include <memory>
+#include <vector>
+
+#include "base/tensor.h"
+#include "ops/lists.h"
+#include "ops/rope.h"
+#include "plan/sequence_plan.h"
+
+namespace plumb::ops {
+
+// Which entries each row of a batch may see, for the indexer. The ranges must outlive it.
+struct Visibility {
+  const EntryRanges* ranges = nullptr;
+  Visibility() = default;
+  Visibility(const EntryRanges& ranges) : ranges(&ranges) {}
+  std::shared_ptr<const void> device;  // what the GPU's kernel reads of them (ops/gpu/attention.cpp)
+};
+
+// The compressed entries of one ratio. Made from a CompressionPlan alone it serves the ops that pool and select.
+struct Compression {
+  const CompressionPlan* plan = nullptr;
+  Tensor slot;                       // i32 [new entries] or undefined (identity)
+  Tensor pending_row, pending_slot;  // i32; see CompressionPlan
+  RotaryTable rotary;                // of the new entries
+  RowLists attended;                 // ratio of HCA layers: the entries that each row attends to, all it may see
+  Visibility visible;                // ratio of CSA layers
+  Tensor source, use_begin, use;     // on a GPU: i32, the plan's sources, and which slots read each projected row
+  Compression() = default;
+  Compression(const CompressionPlan& plan) : plan(&plan), visible(plan.visible) {}
+};
+
+struct PlanTensors {
+  Tensor token;                                  // i32 [rows]
+  Tensor key_slot;                               // i32 [rows] or undefined (identity)
+  Tensor wanted;                                 // i32
+  RowLists window;                               // [rows]
+  RotaryTable window_rotary, compressed_rotary;  // of the rows, in layers of ratio 0 and in the others
+  Compression csa, hca;                          // ratio 0: not made
+};
+
+// frequencies: of the layers of ratio 0, and of the others (empty: there are none). The plan must outlive the result.
+PlanTensors plan_tensors(const SequencePlan& plan, const std::vector<float>& window_frequencies,
+                         const std::vector<float>& compressed_frequencies, Space space = Space::host);
+
+}  // namespace plumb::ops
