@@ -204,9 +204,12 @@ struct Consumer {
       float factor[2];
       softmax[0].move(to[b], factor);
       softmax[1].move(to[b], factor);
-      if (!__all_sync(~0u, factor[0] == 1.f && factor[1] == 1.f))
+      if (!__all_sync(~0u, factor[0] == 1.f && factor[1] == 1.f)) {
+        product_wait<0>();
+        pin(o);
 #pragma unroll
         for (int i = 0; i < 32; ++i) o[i] *= factor[(i >> 1) & 1];
+      }
       product_fence();
 #pragma unroll
       for (int step = 0; step < kBlock / 16; ++step)
@@ -220,9 +223,9 @@ struct Consumer {
         mine.rebase(half);
         mine.sum[half] += weights.sums[half][threadIdx.x];
       }
-      product_wait<0>();
-      pin(o);
     }
+    product_wait<0>();
+    pin(o);
   }
 
   __device__ void finish(const SparseAttentionForward& p, int index, int rank) {
