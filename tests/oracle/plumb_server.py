@@ -50,6 +50,6 @@ def write_adapter(folder, seed):
         tensors[name + "B.weight"] = torch.randn(64, 2, generator=generator)
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_a_proj"], "task_type": "CAUSAL_LM"}
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 16, "target_modules": ["q_a_proj"], "task_type": "CAUSAL_LM"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
