@@ -112,11 +112,11 @@ def test_stop_keeps_what_is_there_and_frees_the_engine(page):
 def test_the_adapter_that_is_chosen_answers(page):
     page.set("temperature", "0")
     page.set("max_tokens", "20")
-    base = page.ask("Who are you?")
+    base = page.ask("Tell me a story about a fox.")
     page.one("#new").click()
     assert page.all(".turn") == []
     Select(page.one("#model")).select_by_value("noisy")
-    assert page.ask("Who are you?") != base
+    assert page.ask("Tell me a story about a fox.") != base
     assert page.one(".assistant .about").text.startswith("noisy")
     assert page.console() == []
 
