@@ -97,8 +97,9 @@ LowRankTerm term_of(const LoraSet& set, Tensor t, int t_stride, std::vector<Tens
   term.t = std::move(t);
   term.factors = std::move(factors);
   term.factor_table = address_table(term.factors);
+  term.of_row = set.of_row;
   term.low_rank = {set.rank, f32(term.t), t_stride, reinterpret_cast<const uint32_t* const*>(term.factor_table.raw()),
-                   i32(set.of_row)};
+                   i32(term.of_row)};
   return term;
 }
 

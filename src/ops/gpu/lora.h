@@ -41,6 +41,7 @@ struct LowRankTerm {
   Tensor t;                     // f32 [rows, rank] (grouped outputs: [rows, groups * rank])
   std::vector<Tensor> factors;  // packed
   Tensor factor_table;          // their addresses
+  Tensor of_row;                // LoraSet's
   kernels::lora::LowRank low_rank;
 };
 
