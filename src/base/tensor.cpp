@@ -185,6 +185,13 @@ void copy_bytes(const Tensor& to, const Tensor& from) {
     std::memcpy(to.raw(), from.raw(), from.bytes());
 }
 
+Tensor staging(Shape shape, DType type) {
+  const size_t bytes = static_cast<size_t>(numel_of(shape)) * dtype_size(type);
+  std::shared_ptr<void> memory = the_device().staging(std::max<size_t>(bytes, 16));
+  std::byte* data = static_cast<std::byte*>(memory.get());
+  return Tensor::over(data, std::move(shape), type, std::move(memory));
+}
+
 Tensor to_host(const Tensor& x) {
   Tensor copy = Tensor::empty(x.shape(), x.dtype());
   copy_bytes(copy, x);

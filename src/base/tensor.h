@@ -53,11 +53,13 @@ enum class Space : uint8_t { host, device };
 const char* space_name(Space s);
 
 // The memory of the device, registered by the room that has one (ops/gpu). Everything happens in order of the calls,
-// as the device's own work does; copies to the host return when they are done.
+// as the device's own work does; when a copy returns, the host's side of it may be read or changed.
 class DeviceMemory {
  public:
   virtual ~DeviceMemory() = default;
   virtual std::shared_ptr<void> allocate(size_t bytes) = 0;  // aligned to 256; given back when the pointer is gone
+  // Host memory that copies take at the link's speed; when the pointer is gone, the next caller gets it.
+  virtual std::shared_ptr<void> staging(size_t bytes) = 0;
   virtual void zero(void* to, size_t bytes) = 0;
   virtual void copy(void* to, Space to_space, const void* from, Space from_space, size_t bytes) = 0;
 };
@@ -134,6 +136,8 @@ Tensor to_host(const Tensor& x);
 Tensor to_device(const Tensor& x);
 // The bytes of `from` into `to`, which may be elsewhere. Both have the same number of bytes.
 void copy_bytes(const Tensor& to, const Tensor& from);
+// Host memory for what goes to the device or comes from it in large pieces (DeviceMemory::staging); not initialised.
+Tensor staging(Shape shape, DType type = DType::f32);
 
 template <class T>
 Tensor Tensor::of(const std::vector<T>& values, Shape shape) {

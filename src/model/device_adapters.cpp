@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include "base/error.h"
+#include "base/parallel.h"
 
 namespace plumb {
 namespace {
@@ -28,10 +29,24 @@ int padded_rank(const AdapterBatch& batch) {
   return static_cast<int>((rank + 3) / 4 * 4);
 }
 
-// a [r, in] -> [rank, in]; b [out, r] -> [out, rank], at `to`, which holds zeros.
-void pad_a(const Tensor& a, const Tensor& to) { std::copy_n(a.f32(), a.numel(), to.f32()); }
+// Row i of `from` is the beginning of row i of `to`; the rest becomes zero.
+void widen(const Tensor& from, const Tensor& to) {
+  const int64_t columns = from.size(1), wide = to.size(1);
+  for (int64_t i = 0; i < from.size(0); ++i) {
+    std::copy_n(from.f32() + i * columns, columns, to.f32() + i * wide);
+    std::fill_n(to.f32() + i * wide + columns, wide - columns, 0.0f);
+  }
+}
+// a [r, in] -> [rank, in]; b [out, r] -> [out, rank].
+void pad_a(const Tensor& a, const Tensor& to) {
+  std::copy_n(a.f32(), a.numel(), to.f32());
+  std::fill_n(to.f32() + a.numel(), to.numel() - a.numel(), 0.0f);
+}
 void pad_b(const Tensor& b, const Tensor& to) {
-  for (int64_t o = 0; o < b.size(0); ++o) std::copy_n(b.f32() + o * b.size(1), b.size(1), to.f32() + o * to.size(1));
+  if (b.size(1) == to.size(1))
+    std::copy_n(b.f32(), b.numel(), to.f32());
+  else
+    widen(b, to);
 }
 void add_unpadded_a(const Tensor& from, const Tensor& a) {
   for (int64_t i = 0; i < a.numel(); ++i) a.f32()[i] += from.f32()[i];
@@ -41,18 +56,27 @@ void add_unpadded_b(const Tensor& from, const Tensor& b) {
     for (int64_t j = 0; j < b.size(1); ++j) b.f32()[o * b.size(1) + j] += from.f32()[o * from.size(1) + j];
 }
 
-// Pairs of the same sizes (a single one, or those of a layer's experts), one behind the other.
+// Calls f(i) for i = 0 .. count - 1 on all threads.
+template <class F>
+void for_each_pair(int64_t count, F&& f) {
+  parallel_for(count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) f(i);
+  });
+}
+
+// Pairs of the same sizes (a single one, or those of a layer's experts), one behind the other. Of rank 8 on the experts
+// of a layer of Flash they are 117 MB: put together on all threads, and copied in one piece.
 std::vector<LoraPair> upload_pairs(const std::vector<LoraPair>& pairs, int rank) {
   const int64_t count = static_cast<int64_t>(pairs.size());
   if (count == 0 || !pairs[0].defined()) return pairs;
   const int64_t in = pairs[0].a.size(1), out = pairs[0].b.size(0);
-  const Tensor a = Tensor::zeros({count * rank, in}), b = Tensor::zeros({count * out, rank});
-  for (int64_t i = 0; i < count; ++i) {
-    PLUMB_CHECK(pairs[i].defined() && pairs[i].a.size(1) == in && pairs[i].b.size(0) == out,
-                "the experts of a layer are adapted alike");
+  for (const LoraPair& p : pairs)
+    PLUMB_CHECK(p.defined() && p.a.size(1) == in && p.b.size(0) == out, "the experts of a layer are adapted alike");
+  const Tensor a = staging({count * rank, in}), b = staging({count * out, rank});
+  for_each_pair(count, [&](int64_t i) {
     pad_a(pairs[i].a, a.rows(i * rank, (i + 1) * rank));
     pad_b(pairs[i].b, b.rows(i * out, (i + 1) * out));
-  }
+  });
   const Tensor device_a = to_device(a), device_b = to_device(b);
   std::vector<LoraPair> result;
   for (int64_t i = 0; i < count; ++i)
@@ -60,19 +84,18 @@ std::vector<LoraPair> upload_pairs(const std::vector<LoraPair>& pairs, int rank)
   return result;
 }
 
-// Calls f(members of a layer's pairs, the same of its gradients) for each single pair and each list of experts' pairs.
-template <class P, class E, class G, class H, class F>
-void for_lists(LoraPart<P, E>& pairs, LoraPart<G, H>& grads, F&& f) {
-  f(pairs.wq_a, grads.wq_a), f(pairs.wq_b, grads.wq_b), f(pairs.wkv, grads.wkv);
-  f(pairs.wo_a, grads.wo_a), f(pairs.wo_b, grads.wo_b);
-  f(pairs.compressor_wkv, grads.compressor_wkv), f(pairs.compressor_wgate, grads.compressor_wgate);
-  f(pairs.shared_w1, grads.shared_w1), f(pairs.shared_w3, grads.shared_w3), f(pairs.shared_w2, grads.shared_w2);
+// Calls f for each single member of some layers' parts: pairs, their gradients.
+template <class F, class... Parts>
+void for_singles(F&& f, Parts&... p) {
+  f(p.wq_a...), f(p.wq_b...), f(p.wkv...), f(p.wo_a...), f(p.wo_b...);
+  f(p.compressor_wkv...), f(p.compressor_wgate...);
+  f(p.shared_w1...), f(p.shared_w3...), f(p.shared_w2...);
 }
 
 std::shared_ptr<const Adapter> upload(const Adapter& from, int rank) {
   auto to = std::make_shared<Adapter>(from);
   for (LayerLora& layer : to->layers) {
-    for_lists(layer, layer, [&](LoraPair& pair, LoraPair&) { pair = upload_pairs({pair}, rank)[0]; });
+    for_singles([&](LoraPair& pair) { pair = upload_pairs({pair}, rank)[0]; }, layer);
     layer.experts.gate_up = upload_pairs(layer.experts.gate_up, rank);
     layer.experts.down = upload_pairs(layer.experts.down, rank);
   }
@@ -94,31 +117,6 @@ std::shared_ptr<const Adapter> kept_copy(const std::shared_ptr<const Adapter>& f
   return c.copy;
 }
 
-LoraGrad zero_grad(const LoraPair& device, const LoraGrad& wanted) {
-  return {wanted.a.defined() ? zeros_like(device.a) : Tensor(), wanted.b.defined() ? zeros_like(device.b) : Tensor()};
-}
-
-// Gradients on the device for those that the host wants; the experts' lie one behind the other like the pairs.
-std::vector<LoraGrad> zero_grads(const std::vector<LoraPair>& device, const std::vector<LoraGrad>& wanted) {
-  std::vector<LoraGrad> grads;
-  if (device.empty() || wanted.empty() || !device[0].defined()) return grads;
-  const int64_t count = static_cast<int64_t>(device.size()), rank = device[0].a.size(0), out = device[0].b.size(0);
-  const Tensor a = Tensor::zeros({count * rank, device[0].a.size(1)}, DType::f32, Space::device);
-  const Tensor b = Tensor::zeros({count * out, rank}, DType::f32, Space::device);
-  for (int64_t i = 0; i < count; ++i)
-    grads.push_back({wanted[i].a.defined() ? a.rows(i * rank, (i + 1) * rank) : Tensor(),
-                     wanted[i].b.defined() ? b.rows(i * out, (i + 1) * out) : Tensor()});
-  return grads;
-}
-
-void add_back(const LoraGrad& device, const LoraGrad& host) {
-  if (host.a.defined() && device.a.defined()) add_unpadded_a(to_host(device.a), host.a);
-  if (host.b.defined() && device.b.defined()) add_unpadded_b(to_host(device.b), host.b);
-}
-void add_back(const std::vector<LoraGrad>& device, const std::vector<LoraGrad>& host) {
-  for (size_t i = 0; i < device.size(); ++i) add_back(device[i], host[i]);
-}
-
 }  // namespace
 
 DeviceAdapters::DeviceAdapters(const AdapterBatch& host) : host_(host) {
@@ -126,32 +124,69 @@ DeviceAdapters::DeviceAdapters(const AdapterBatch& host) : host_(host) {
   for (const AdapterBatch::Part& part : host.parts) {
     AdapterBatch::Part& copy = batch_.parts.emplace_back(part);
     copy.adapter = part.grads ? upload(*part.adapter, rank) : kept_copy(part.adapter, rank);
-    std::unique_ptr<AdapterGrads>& grads = grads_.emplace_back();
-    if (!part.grads) continue;
-    grads = std::make_unique<AdapterGrads>();
-    grads->layers.resize(part.grads->layers.size());
-    for (size_t l = 0; l < grads->layers.size(); ++l) {
-      LayerLora pairs = copy.adapter->layers[l];
-      LayerLoraGrad wanted = part.grads->layers[l];
-      for_lists(wanted, grads->layers[l], [](LoraGrad& from, LoraGrad& to) { to = from; });
-      for_lists(pairs, grads->layers[l], [](LoraPair& pair, LoraGrad& grad) { grad = zero_grad(pair, grad); });
-      grads->layers[l].experts = {zero_grads(pairs.experts.gate_up, wanted.experts.gate_up),
-                                  zero_grads(pairs.experts.down, wanted.experts.down)};
-    }
-    copy.grads = grads.get();
+    copy.grads = nullptr;
   }
 }
 
-void DeviceAdapters::add_gradients() const {
-  for (size_t i = 0; i < grads_.size(); ++i) {
-    if (!grads_[i]) continue;
-    for (size_t l = 0; l < grads_[i]->layers.size(); ++l) {
-      LayerLoraGrad &device = grads_[i]->layers[l], &host = host_.parts[i].grads->layers[l];
-      for_lists(device, host, [](LoraGrad& from, LoraGrad& to) { add_back(from, to); });
-      add_back(device.experts.gate_up, host.experts.gate_up);
-      add_back(device.experts.down, host.experts.down);
+// -> what a backward pass adds to: a stack's pieces.
+std::vector<LoraGrad> DeviceAdapters::add_stack(const std::vector<LoraPair>& pairs,
+                                                const std::vector<LoraGrad>& wanted) {
+  if (pairs.empty() || wanted.empty() || !pairs[0].defined()) return {};
+  const auto wants = [&](Tensor LoraGrad::*matrix) {
+    return std::any_of(wanted.begin(), wanted.end(), [&](const LoraGrad& g) { return (g.*matrix).defined(); });
+  };
+  const int64_t count = static_cast<int64_t>(pairs.size()), rank = pairs[0].a.size(0), out = pairs[0].b.size(0);
+  GradientStack stack{{}, {}, wanted};
+  if (wants(&LoraGrad::a)) stack.a = Tensor::zeros({count * rank, pairs[0].a.size(1)}, DType::f32, Space::device);
+  if (wants(&LoraGrad::b)) stack.b = Tensor::zeros({count * out, rank}, DType::f32, Space::device);
+  std::vector<LoraGrad> grads;
+  for (int64_t i = 0; i < count; ++i)
+    grads.push_back({wanted[i].a.defined() ? stack.a.rows(i * rank, (i + 1) * rank) : Tensor(),
+                     wanted[i].b.defined() ? stack.b.rows(i * out, (i + 1) * out) : Tensor()});
+  stacks_.push_back(std::move(stack));
+  return grads;
+}
+
+void DeviceAdapters::begin_gradients() {
+  PLUMB_CHECK(grads_.empty(), "a backward pass is under way");
+  for (size_t i = 0; i < batch_.parts.size(); ++i) {
+    std::unique_ptr<AdapterGrads>& grads = grads_.emplace_back();
+    if (!host_.parts[i].grads) continue;
+    const auto& wanted = host_.parts[i].grads->layers;
+    grads = std::make_unique<AdapterGrads>();
+    grads->layers.resize(wanted.size());
+    for (size_t l = 0; l < wanted.size(); ++l) {
+      const LayerLora& pairs = batch_.parts[i].adapter->layers[l];
+      for_singles(
+          [&](const LoraPair& pair, const LoraGrad& host, LoraGrad& there) {
+            if (const std::vector<LoraGrad> one = add_stack({pair}, {host}); !one.empty()) there = one[0];
+          },
+          pairs, wanted[l], grads->layers[l]);
+      grads->layers[l].experts = {add_stack(pairs.experts.gate_up, wanted[l].experts.gate_up),
+                                  add_stack(pairs.experts.down, wanted[l].experts.down)};
     }
+    batch_.parts[i].grads = grads.get();
   }
+}
+
+void DeviceAdapters::finish_gradients() {
+  // Calls add(piece of the stack, the host's gradient) for each pair.
+  const auto bring_back = [](const Tensor& stack, const std::vector<LoraGrad>& host, Tensor LoraGrad::*matrix,
+                             auto add) {
+    if (!stack.defined()) return;
+    const Tensor here = staging(stack.shape());
+    copy_bytes(here, stack);
+    const int64_t count = static_cast<int64_t>(host.size()), rows = stack.size(0) / count;
+    for_each_pair(count, [&](int64_t i) {
+      if ((host[i].*matrix).defined()) add(here.rows(i * rows, (i + 1) * rows), host[i].*matrix);
+    });
+  };
+  for (const GradientStack& stack : stacks_) {
+    bring_back(stack.a, stack.host, &LoraGrad::a, add_unpadded_a);
+    bring_back(stack.b, stack.host, &LoraGrad::b, add_unpadded_b);
+  }
+  for (AdapterBatch::Part& part : batch_.parts) part.grads = nullptr;
+  grads_.clear(), stacks_.clear();
 }
 
 }  // namespace plumb

@@ -14,21 +14,27 @@ namespace {
 
 // A pass of the model: its context, and what that points to.
 struct Pass {
-  Pass(WeightStore& weights, const SequencePlan& plan, const ForwardOptions& o)
+  // uploaded: copies of the adapters on the device, if there are any.
+  Pass(WeightStore& weights, const SequencePlan& plan, const ForwardOptions& o,
+       std::shared_ptr<DeviceAdapters> uploaded = nullptr)
       : ctx(make_context(weights.config(), plan, o.numerics, weights.space())) {
-    if (o.adapters && weights.space() == Space::device) adapters = std::make_unique<DeviceAdapters>(*o.adapters);
+    if (o.adapters && weights.space() == Space::device)
+      adapters = uploaded && &uploaded->host() == o.adapters ? uploaded : std::make_shared<DeviceAdapters>(*o.adapters);
     ctx.adapters = adapters ? &adapters->batch() : o.adapters;
     ctx.cache = o.cache ? &o.cache->layers : nullptr;
     ctx.taps = o.taps;
     ctx.replay = o.replay;
   }
   Pass(const Pass&) = delete;
+  void begin_gradients() const {
+    if (adapters) adapters->begin_gradients();
+  }
   void finish_gradients() const {
-    if (adapters) adapters->add_gradients();
+    if (adapters) adapters->finish_gradients();
   }
 
   PassContext ctx;
-  std::unique_ptr<DeviceAdapters> adapters;
+  std::shared_ptr<DeviceAdapters> adapters;
 };
 
 // What stands in front of the LM head, of the backbone or of an MTP layer.
@@ -78,7 +84,7 @@ ForwardResult forward(WeightStore& weights, const SequencePlan& plan, const Forw
     LayerSaved* keep = o.keep_layers ? &result.layers.emplace_back() : nullptr;
     streams = layer_forward(ctx, *lease, layer, streams, keep);  // [T, n, d]
   }
-  if (o.keep_streams) result.streams.push_back(streams);
+  if (o.keep_streams) result.streams.push_back(streams), result.adapters = pass.adapters;
 
   result.hidden = ops::head_input(ops::gather_rows(streams, ctx.tensors.wanted), head_weights(weights.outer()),
                                   hyper_options(c), o.numerics);  // [wanted, d]
@@ -90,7 +96,8 @@ AuxiliaryResults backward(WeightStore& weights, const SequencePlan& plan, const 
                           const AuxiliaryLosses& aux) {
   const ModelConfig& c = weights.config();
   PLUMB_CHECK(static_cast<int>(result.streams.size()) == c.num_hidden_layers + 1, "forward must keep the streams");
-  Pass pass(weights, plan, o);
+  Pass pass(weights, plan, o, result.adapters);
+  pass.begin_gradients();
   PassContext& ctx = pass.ctx;
   ctx.taps = nullptr;
   AuxiliaryResults results;

@@ -1,12 +1,15 @@
 // The model: one forward pass for training, scoring, prefill and decoding, and its backward pass. forward.cpp is the
 // page to read.
 #pragma once
+#include <memory>
 #include <vector>
 
 #include "model/layer.h"
 #include "model/weights.h"
 
 namespace plumb {
+
+class DeviceAdapters;
 
 // The cache of a decoding session: one LayerCache a backbone layer, shaped by the totals of the plan's slots.
 struct KvCache {
@@ -26,9 +29,10 @@ struct ForwardOptions {
   std::map<int, Tensor> replay;  // forced experts, see PassContext
 };
 struct ForwardResult {
-  Tensor hidden;                   // [wanted, d] normed rows in front of the LM head
-  std::vector<Tensor> streams;     // keep_streams: [T,n,d] before each layer, and after the last
-  std::vector<LayerSaved> layers;  // keep_layers: [layers]
+  Tensor hidden;                             // [wanted, d] normed rows in front of the LM head
+  std::vector<Tensor> streams;               // keep_streams: [T,n,d] before each layer, and after the last
+  std::vector<LayerSaved> layers;            // keep_layers: [layers]
+  std::shared_ptr<DeviceAdapters> adapters;  // keep_streams, on a device: the copies that the pass read
 };
 
 // What keep_layers costs for a plan of `rows` rows: bytes, within about a tenth.
@@ -44,7 +48,8 @@ struct Gradients {
 };
 
 // d_hidden [wanted,d]; d_last [T,n,d] or undefined: a further gradient of the last streams (MTP). Recomputes layer by
-// layer what the forward pass did not keep. Layers in front of the first trained parameter are not visited.
+// layer what the forward pass did not keep. Layers in front of the first trained parameter are not visited. options:
+// those of the forward pass; adapters must not have changed since.
 AuxiliaryResults backward(WeightStore& weights, const SequencePlan& plan, const ForwardOptions& options,
                           const ForwardResult& result, const Tensor& d_hidden, const Tensor& d_last,
                           Gradients& gradients, const AuxiliaryLosses& aux);

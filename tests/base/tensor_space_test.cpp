@@ -31,6 +31,14 @@ TEST_F(TensorSpace, Bf16OfTheDeviceIsReadAsFloats) {
   EXPECT_EQ(back.f32()[2], 3);
 }
 
+TEST_F(TensorSpace, StagingMemoryIsTheHosts) {
+  const Tensor here = staging({2, 3});
+  EXPECT_FALSE(here.on_device());
+  EXPECT_EQ(here.shape(), (Shape{2, 3}));
+  for (int i = 0; i < 6; ++i) here.f32()[i] = static_cast<float>(i);
+  EXPECT_EQ(to_host(to_device(here)).f32()[5], 5);
+}
+
 TEST_F(TensorSpace, ViewsAndCopiesStayWhereTheyAre) {
   const Tensor there = Tensor::zeros({4, 2}, DType::i32, Space::device);
   EXPECT_TRUE(there.view({8}).on_device() && there.rows(1, 3).on_device() && there.clone().on_device());

@@ -91,12 +91,14 @@ TEST(DeviceAdapters, GradientsAreAddedToThoseOfTheHost) {
   grads.layers[1].wkv = {};  // frozen
   AdapterBatch batch;
   batch.parts.push_back({adapter, {}, true, &grads});
-  const DeviceAdapters on_device(batch);
+  DeviceAdapters on_device(batch);
+  EXPECT_EQ(on_device.batch().parts[0].grads, nullptr);  // a forward pass needs none
+  on_device.begin_gradients();
   LayerLoraGrad& there = on_device.batch().parts[0].grads->layers[1];
   EXPECT_FALSE(there.wkv.a.defined());
   for (const Tensor& t : {there.wq_a.a, there.wq_a.b, there.experts.down[2].b})
     for (int64_t i = 0; i < t.numel(); ++i) t.device<float>()[i] = static_cast<float>(i);  // a stand-in may be written
-  on_device.add_gradients();
+  on_device.finish_gradients();
   const int64_t in = c.hidden_size;
   for (int64_t i = 0; i < 3 * in; ++i) EXPECT_EQ(grads.layers[1].wq_a.a.f32()[i], 1 + static_cast<float>(i));
   for (int64_t o = 0; o < c.q_lora_rank; ++o)
@@ -105,6 +107,14 @@ TEST(DeviceAdapters, GradientsAreAddedToThoseOfTheHost) {
   for (int64_t o = 0; o < in; ++o)
     EXPECT_EQ(grads.layers[1].experts.down[2].b.f32()[o * 3 + 1], static_cast<float>(o * 4 + 1));
   EXPECT_EQ(grads.layers[1].experts.down[1].b.f32()[1], 0);
+
+  // The next pass over the same copies begins with zeros.
+  const int alive = device.alive();
+  on_device.begin_gradients();
+  EXPECT_GT(device.alive(), alive);
+  on_device.finish_gradients();
+  EXPECT_EQ(device.alive(), alive);
+  EXPECT_EQ(grads.layers[1].wq_a.a.f32()[7], 8);
 }
 
 }  // namespace

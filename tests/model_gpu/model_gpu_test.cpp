@@ -313,7 +313,8 @@ TEST(ModelGpu, GradientsOfEachLayerAgreeWithTheCpu) {
   for (int layer = 0; layer < c.num_hidden_layers; ++layer) {
     AdapterGrads cpu_grads = zero_grads(), gpu_grads = zero_grads();
     const AdapterBatch cpu_batch = one_adapter(adapter, &cpu_grads), gpu_batch = one_adapter(adapter, &gpu_grads);
-    const DeviceAdapters device_batch(gpu_batch);
+    DeviceAdapters device_batch(gpu_batch);
+    device_batch.begin_gradients();
     PassContext cpu_ctx = make_context(c, one.plan, Numerics::released);
     PassContext gpu_ctx = make_context(c, one.plan, Numerics::released, Space::device);
     cpu_ctx.adapters = &cpu_batch, gpu_ctx.adapters = &device_batch.batch();
@@ -332,7 +333,7 @@ TEST(ModelGpu, GradientsOfEachLayerAgreeWithTheCpu) {
     const Tensor d_cpu =
         layer_backward(cpu_ctx, *cpu_weights, layer, host_streams, d_cpu_next, frozen, {}, results, &saved);
     const Tensor d_gpu = layer_backward(gpu_ctx, *gpu_weights, layer, streams[layer], d_gpu_next, frozen, {}, results);
-    device_batch.add_gradients();
+    device_batch.finish_gradients();
     const double error = relative_error(d_gpu, d_cpu);
     std::printf("layer %d d_streams %.2e\n", layer, error);
     EXPECT_LT(error, kGradient) << "streams of layer " << layer;

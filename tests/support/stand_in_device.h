@@ -17,6 +17,7 @@ class StandInDevice : public DeviceMemory {
     ++*alive_;
     return std::shared_ptr<void>(std::malloc(bytes), [alive = alive_](void* p) { std::free(p), --*alive; });
   }
+  std::shared_ptr<void> staging(size_t bytes) override { return std::shared_ptr<void>(std::malloc(bytes), std::free); }
   void zero(void* to, size_t bytes) override { std::memset(to, 0, bytes); }
   void copy(void* to, Space, const void* from, Space, size_t bytes) override {
     std::memcpy(to, from, bytes);

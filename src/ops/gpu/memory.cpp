@@ -1,11 +1,53 @@
 #include "ops/gpu/memory.h"
 
+#include <algorithm>
+#include <memory>
 #include <mutex>
+#include <vector>
 
 #include "ops/gpu/support.h"
 
 namespace plumb::ops::gpu {
 namespace {
+
+// Pinned blocks, which take the driver milliseconds to make: they are kept.
+class PinnedBlocks {
+ public:
+  std::shared_ptr<void> take(size_t bytes) {
+    std::lock_guard lock(mutex_);
+    Block* best = nullptr;
+    for (const auto& b : blocks_)
+      if (b->free && b->bytes >= bytes && (!best || b->bytes < best->bytes)) best = b.get();
+    if (!best) best = make(bytes);
+    best->free = false;
+    return std::shared_ptr<void>(best->memory, [this, best](void*) {
+      std::lock_guard again(mutex_);
+      best->free = true;
+    });
+  }
+  bool holds(const void* p) {
+    std::lock_guard lock(mutex_);
+    return std::any_of(blocks_.begin(), blocks_.end(), [p](const auto& b) {
+      return p >= b->memory && p < static_cast<const std::byte*>(b->memory) + b->bytes;
+    });
+  }
+
+ private:
+  struct Block {
+    void* memory = nullptr;
+    size_t bytes = 0;
+    bool free = true;
+  };
+  Block* make(size_t bytes) {
+    constexpr size_t kGranule = size_t{1} << 20;
+    auto block = std::make_unique<Block>();
+    block->bytes = (bytes + kGranule - 1) / kGranule * kGranule;
+    check(cudaHostAlloc(&block->memory, block->bytes, cudaHostAllocDefault), "pinning host memory");
+    return blocks_.emplace_back(std::move(block)).get();
+  }
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<Block>> blocks_;
+};
 
 // Blocks come from the driver's pool in order of the stream: what one op frees, the next may use. The pool keeps what
 // it has, since every pass asks for the same sizes again.
@@ -22,6 +64,7 @@ class StreamMemory : public DeviceMemory {
     check(cudaMallocAsync(&memory, bytes, kStream), ("allocating " + std::to_string(bytes) + " bytes").c_str());
     return std::shared_ptr<void>(memory, [](void* p) { cudaFreeAsync(p, kStream); });  // at exit CUDA may be gone
   }
+  std::shared_ptr<void> staging(size_t bytes) override { return pinned_.take(bytes); }
   void zero(void* to, size_t bytes) override { check(cudaMemsetAsync(to, 0, bytes, kStream), "clearing memory"); }
   void copy(void* to, Space to_space, const void* from, Space from_space, size_t bytes) override {
     if (to_space == Space::device && from_space == Space::device)
@@ -29,8 +72,12 @@ class StreamMemory : public DeviceMemory {
     // From memory that is not pinned the call returns when the bytes have left it.
     const auto kind = to_space == Space::device ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
     check(cudaMemcpyAsync(to, from, bytes, kind, kStream), "copying to or from the device");
-    if (kind == cudaMemcpyDeviceToHost) check(cudaStreamSynchronize(kStream), "the device's work");
+    if (kind == cudaMemcpyDeviceToHost || pinned_.holds(from))
+      check(cudaStreamSynchronize(kStream), "the device's work");
   }
+
+ private:
+  PinnedBlocks pinned_;
 };
 
 DeviceStatus look() {
