@@ -83,15 +83,15 @@ Tensor moe_backward(const PassContext& ctx, const LayerWeights& w, int layer, co
   return from_experts.dx;
 }
 
-// One layer, spec 3.0: two halves, each between a contraction of the streams and their mixing.
-Tensor run_layer(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& streams, LayerSaved& s,
-                 bool keep_hidden) {
+// One layer, spec 3.0, up to the mixing at its end: two halves, each between a contraction of the streams and their
+// mixing.
+void run_layer(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& streams, LayerSaved& s,
+               bool keep_hidden) {
   const HyperOptions hc = hyper_options(ctx.config);
   s.in_attn = ops::enter_sublayer(streams, {w.hc_attn, w.attn_norm}, hc, ctx.numerics);
   s.a = attention_forward(ctx, w, layer, s.in_attn.x, s.attn);
   s.mid = ops::pass_boundary(s.a, streams, s.in_attn.mix, {w.hc_ffn, w.ffn_norm}, hc, ctx.numerics, s.in_ffn);
   s.f = moe_forward(ctx, w, layer, s, keep_hidden);
-  return ops::leave_sublayer(s.f, s.mid, s.in_ffn.mix, ctx.numerics);
 }
 
 void tap_layer(const PassContext& ctx, int layer, const LayerSaved& s, const Tensor& next) {
@@ -151,7 +151,8 @@ Tensor layer_forward(const PassContext& ctx, const LayerWeights& w, int layer, c
                      LayerSaved* keep) {
   LayerSaved unkept;
   LayerSaved& s = keep ? *keep : unkept;
-  Tensor next = run_layer(ctx, w, layer, streams, s, keep != nullptr);
+  run_layer(ctx, w, layer, streams, s, keep != nullptr);
+  Tensor next = ops::leave_sublayer(s.f, s.mid, s.in_ffn.mix, ctx.numerics);
   tap_layer(ctx, layer, s, next);
   return next;
 }
