@@ -2,6 +2,7 @@
 
 #include <map>
 #include <mutex>
+#include <utility>
 
 namespace plumb::ops::gpu {
 
@@ -44,6 +45,8 @@ gl::Weights packed(const Linear& w, int groups) {
 }
 
 namespace {
+constexpr int kWide = 256;  // rows of a tile of the kernels for many rows, which hand out tiles from a queue
+
 WorkList list_of(const Groups& groups, int64_t rows, int outputs, int width) {
   const int n = static_cast<int>(rows);
   WorkList list;
@@ -55,10 +58,17 @@ WorkList list_of(const Groups& groups, int64_t rows, int outputs, int width) {
 }  // namespace
 
 WorkList work_list(const Groups& groups, int64_t rows, int outputs) {
-  return list_of(groups, rows, outputs, gl::best_width(static_cast<int>(rows), groups.count));
+  const int width = gl::best_width(static_cast<int>(rows), groups.count);
+  if (groups.count > 1 || width == kWide) return list_of(groups, rows, outputs, width);
+  // The few rows of decoding: the list is the same in every layer and step, and costs a tenth of the launches.
+  static std::mutex mutex;
+  static auto& known = *new std::map<std::pair<int64_t, int>, WorkList>;  // never freed, like one_group's
+  std::lock_guard lock(mutex);
+  WorkList& list = known[{rows, outputs}];
+  if (!list.memory.defined()) list = list_of(groups, rows, outputs, width);
+  return list;
 }
 WorkList wide_work_list(const Groups& groups, int64_t rows, int outputs) {
-  constexpr int kWide = 256;
   return list_of(groups, rows, outputs, kWide);
 }
 
