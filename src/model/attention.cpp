@@ -66,21 +66,19 @@ Tensor compress(const PassContext& ctx, const CompressorPart<Linear>& w, const o
   return ops::finish_vectors(single(s.pooled), w.norm, plan.rotary, entry_steps(ctx, points));
 }
 
-// Gradient of finished entries (used up) -> the compressor's parameters, and dx [T,d] +=.
-void compress_backward(const PassContext& ctx, const CompressorPart<Linear>& w, const ops::Compression& plan,
-                       const Tensor& x, const LoraList& kv_lora, const LoraList& gate_lora,
-                       const CompressorPoints& points, const CompressorSaved& s, const Tensor& d_entries,
-                       const std::vector<LoraGrad>& kv_grads, const std::vector<LoraGrad>& gate_grads,
-                       CompressorPart<Tensor>& grads, const Tensor* dx) {
+// Gradient of finished entries (used up) -> the compressor's parameters; the two gradients of x [T,d] that it returns.
+std::vector<Tensor> compress_backward(const PassContext& ctx, const CompressorPart<Linear>& w,
+                                      const ops::Compression& plan, const Tensor& x, const LoraList& kv_lora,
+                                      const LoraList& gate_lora, const CompressorPoints& points,
+                                      const CompressorSaved& s, const Tensor& d_entries,
+                                      const std::vector<LoraGrad>& kv_grads, const std::vector<LoraGrad>& gate_grads,
+                                      CompressorPart<Tensor>& grads) {
   const Tensor d_pooled = ops::finish_vectors_backward(single(d_entries), single(s.pooled), w.norm, plan.rotary,
                                                        entry_steps(ctx, points), grads.norm);
   Tensor d_kv = zeros_like(s.rows.kv), d_gate = zeros_like(s.rows.gate);
   ops::pool_entries_backward(plan, s.rows, w.ape, rows_of(d_pooled), d_kv, d_gate, grads.ape);
-  Tensor from_kv = ops::linear_backward(d_kv, x, w.wkv, kv_lora, {}, kv_grads, grads.wkv);
-  Tensor from_gate = ops::linear_backward(d_gate, x, w.wgate, gate_lora, {}, gate_grads, grads.wgate);
-  if (!dx) return;
-  ops::add(from_kv, *dx);
-  ops::add(from_gate, *dx);
+  return {ops::linear_backward(d_kv, x, w.wkv, kv_lora, {}, kv_grads, grads.wkv),
+          ops::linear_backward(d_gate, x, w.wgate, gate_lora, {}, gate_grads, grads.wgate)};
 }
 
 float index_scale(const ModelConfig& c) {
@@ -147,8 +145,7 @@ void indexer_backward(const PassContext& ctx, const LayerWeights& w, const Atten
                        ig.wq_b);
   ops::linear_backward(ops::scaled(d_w, index_scale(ctx.config)), s.x, iw.weights_proj, {},
                        {ctx.numerics, Point::none, Point::out_iw}, {}, ig.weights_proj);
-  compress_backward(ctx, iw.compressor, ctx.tensors.csa, s.x, {}, {}, kIndex, s.index, d_k, {}, {}, ig.compressor,
-                    nullptr);
+  compress_backward(ctx, iw.compressor, ctx.tensors.csa, s.x, {}, {}, kIndex, s.index, d_k, {}, {}, ig.compressor);
 }
 
 }  // namespace
@@ -214,20 +211,22 @@ Tensor attention_backward(const PassContext& ctx, const LayerWeights& w, int lay
   // Window keys.
   const Tensor d_kva = ops::finish_vectors_backward(single(core.d_keys.rows(0, s.x.size(0))), s.kva, w.attn.kv_norm,
                                                     rotary(ctx, w.kind), key_steps(ctx), grads.attn.kv_norm);
-  Tensor from_kv = ops::linear_backward(
-      rows_of(d_kva), s.x, w.attn.wkv, lora_of(ctx, layer, &LayerLora::wkv), {n, Point::act_wkv, Point::out_wkv},
-      lora_grads_of(ctx, layer, &LayerLora::wkv, &LayerLoraGrad::wkv), grads.attn.wkv);
-  ops::add(from_kv, dx);
+  std::vector<Tensor> more;  // gradients of x besides dx
+  more.push_back(ops::linear_backward(rows_of(d_kva), s.x, w.attn.wkv, lora_of(ctx, layer, &LayerLora::wkv),
+                                      {n, Point::act_wkv, Point::out_wkv},
+                                      lora_grads_of(ctx, layer, &LayerLora::wkv, &LayerLoraGrad::wkv), grads.attn.wkv));
 
   // Compressed entries.
   if (w.kind != LayerKind::window)
-    compress_backward(ctx, w.attn.compressor, compression(ctx, w.kind), s.x,
-                      lora_of(ctx, layer, &LayerLora::compressor_wkv),
-                      lora_of(ctx, layer, &LayerLora::compressor_wgate), kMain, s.main,
-                      core.d_keys.rows(ctx.plan.key_rows, core.d_keys.size(0)),
-                      lora_grads_of(ctx, layer, &LayerLora::compressor_wkv, &LayerLoraGrad::compressor_wkv),
-                      lora_grads_of(ctx, layer, &LayerLora::compressor_wgate, &LayerLoraGrad::compressor_wgate),
-                      grads.attn.compressor, &dx);
+    for (Tensor& d : compress_backward(
+             ctx, w.attn.compressor, compression(ctx, w.kind), s.x, lora_of(ctx, layer, &LayerLora::compressor_wkv),
+             lora_of(ctx, layer, &LayerLora::compressor_wgate), kMain, s.main,
+             core.d_keys.rows(ctx.plan.key_rows, core.d_keys.size(0)),
+             lora_grads_of(ctx, layer, &LayerLora::compressor_wkv, &LayerLoraGrad::compressor_wkv),
+             lora_grads_of(ctx, layer, &LayerLora::compressor_wgate, &LayerLoraGrad::compressor_wgate),
+             grads.attn.compressor))
+      more.push_back(std::move(d));
+  ops::add(more, dx);
   if (w.kind == LayerKind::csa && aux.indexer.coefficient != 0)
     indexer_backward(ctx, w, s, grads, aux.indexer, results);
   return dx;

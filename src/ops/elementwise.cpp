@@ -13,13 +13,17 @@ void add(const float* x, int64_t n, float* into) {
   });
 }
 
-void add(const Tensor& x, const Tensor& into) {
-  PLUMB_CHECK(x.numel() == into.numel(), to_string(x.shape()) + " into " + to_string(into.shape()));
-  PLUMB_ON_GPU(into, add(x, into));
-  const float* from = x.f32();
+void add(const std::vector<Tensor>& terms, const Tensor& into) {
+  for (const Tensor& x : terms)
+    PLUMB_CHECK(x.numel() == into.numel(), to_string(x.shape()) + " into " + to_string(into.shape()));
+  PLUMB_ON_GPU(into, add(terms, into));
   float* to = into.f32();
-  parallel_for(into.numel(), 65536, [=](int64_t begin, int64_t end) { add(from + begin, end - begin, to + begin); });
+  parallel_for(into.numel(), 65536, [&](int64_t begin, int64_t end) {
+    for (const Tensor& x : terms) add(x.f32() + begin, end - begin, to + begin);
+  });
 }
+
+void add(const Tensor& x, const Tensor& into) { add(std::vector{x}, into); }
 
 Tensor scaled(const Tensor& x, float factor) {
   PLUMB_ON_GPU(x, scaled(x, factor));

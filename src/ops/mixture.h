@@ -29,11 +29,16 @@ struct SortedPairs {    // on a GPU: the pairs (row, slot) sorted by expert
   Tensor route_weight;  // f32 [rows*K]
   Tensor row_of_slot;   // i32 [rows,K]: where each pair went
 };
+struct ExpertRows {          // on a GPU, bf16: n pairs of all routed experts, or n rows of the shared one
+  Tensor gate_up;            // [n, 2f] before SwiGLU
+  Tensor hidden;             // [n, f] behind it; adapters of w2 only
+  Tensor t_gate_up, t_down;  // f32 [n, rank] x A^T of both products' adapters
+};
 struct MixtureSaved {
   std::vector<ExpertHidden> routed;  // [E]
   ExpertHidden shared;
-  SortedPairs pairs;  // on a GPU instead of these two, and [pairs or rows, 2f] before SwiGLU
-  Tensor gate_up, shared_gate_up;
+  SortedPairs pairs;  // on a GPU instead of these two
+  ExpertRows routed_rows, shared_rows;
 };
 
 // x [rows,d] (rounded at norm_block) -> [rows,d]: routed experts in slot order, then the shared one, rounded at

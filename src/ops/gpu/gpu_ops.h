@@ -20,7 +20,7 @@ Tensor embed(const Linear& table, const Tensor& token, int64_t copies);
 Tensor gather_rows(const Tensor& x, const Tensor& row);
 void scatter_add_rows(const Tensor& dy, const Tensor& row, const Tensor& into);
 void copy_rows(const Tensor& from, const RowCopy& copy, const Tensor& to);
-void add(const Tensor& x, const Tensor& into);
+void add(const std::vector<Tensor>& terms, const Tensor& into);
 Tensor scaled(const Tensor& x, float factor);
 Tensor converted(const Tensor& x, DType type);  // f32 <-> bf16
 

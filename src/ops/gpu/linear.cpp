@@ -75,8 +75,7 @@ Tensor linear_backward(const Tensor& dy, const Tensor& x, const Linear& w, const
                               back.low_rank);
   else
     rl::linear_backward_input_bf16(bf16(d_out), static_cast<int>(rows), plain(w), bf16(dx), kStream, back.low_rank);
-  if (!set.empty() && !lora_grads.empty())
-    add_lora_gradients(set, in, out, low_rank_forward(set, in), back, lora_grads);
+  if (!set.empty() && !lora_grads.empty()) add_lora_gradients(set, in, out, low_rank_rows(set, in), back.t, lora_grads);
   return dx;
 }
 

@@ -105,8 +105,11 @@ LowRankTerm term_of(const LoraSet& set, Tensor t, int t_stride, std::vector<Tens
 
 LowRankTerm low_rank_forward(const LoraSet& set, const LoraRowsIn& x) {
   if (set.empty()) return {};
-  const int groups = x.groups.count;
-  return term_of(set, go_down(set, x, planes_of_a(set, groups), set.in), set.rank, factors_of_b(set, groups, set.out));
+  return term_of(set, low_rank_rows(set, x), set.rank, factors_of_b(set, x.groups.count, set.out));
+}
+
+Tensor low_rank_rows(const LoraSet& set, const LoraRowsIn& x) {
+  return go_down(set, x, planes_of_a(set, x.groups.count), set.in);
 }
 
 LowRankTerm low_rank_backward(const LoraSet& set, const LoraRowsIn& dy) {
@@ -122,18 +125,18 @@ void add_gradient(const lo::Gradient& g) {
   lo::add_gradient(g, memory.raw(), kStream);
 }
 
-void add_lora_gradients(const LoraSet& set, const LoraRowsIn& x, const LoraRowsIn& dy, const LowRankTerm& forward,
-                        const LowRankTerm& backward, const std::vector<LoraGrad>& grads) {
+void add_lora_gradients(const LoraSet& set, const LoraRowsIn& x, const LoraRowsIn& dy, const Tensor& t, const Tensor& u,
+                        const std::vector<LoraGrad>& grads) {
   if (set.empty() || grads.empty()) return;
   const int rows = static_cast<int>(x.rows), groups = x.groups.count;
   const int* first_row = groups > 1 ? i32(x.groups.first_row) : nullptr;
   for (size_t i = 0; i < grads.size(); ++i) {
     const int which = static_cast<int>(i);
     if (grads[i].b.defined())
-      add_gradient({bf16(dy.x), i32(dy.source_row), f32(forward.t), set.rank, set.rank, rows, set.out, first_row,
-                    groups, i32(set.of_row), which, false, set.gate_up, f32(grads[i].b)});
+      add_gradient({bf16(dy.x), i32(dy.source_row), f32(t), set.rank, set.rank, rows, set.out, first_row, groups,
+                    i32(set.of_row), which, false, set.gate_up, f32(grads[i].b)});
     if (grads[i].a.defined())
-      add_gradient({bf16(x.x), i32(x.source_row), f32(backward.t), set.rank, set.rank, rows, set.in, first_row, groups,
+      add_gradient({bf16(x.x), i32(x.source_row), f32(u), set.rank, set.rank, rows, set.in, first_row, groups,
                     i32(set.of_row), which, true, false, f32(grads[i].a)});
   }
 }

@@ -49,10 +49,12 @@ struct LowRankTerm {
 LowRankTerm low_rank_forward(const LoraSet& set, const LoraRowsIn& x);
 // U = scale * dy B and the factor A, for dx += U A.
 LowRankTerm low_rank_backward(const LoraSet& set, const LoraRowsIn& dy);
-// grads[i] += the gradients of item i's pair. forward, backward: from the two above. Tensors of grads: stacked as the
-// pairs are; undefined: not wanted.
-void add_lora_gradients(const LoraSet& set, const LoraRowsIn& x, const LoraRowsIn& dy, const LowRankTerm& forward,
-                        const LowRankTerm& backward, const std::vector<LoraGrad>& grads);
+// T alone.
+Tensor low_rank_rows(const LoraSet& set, const LoraRowsIn& x);
+// grads[i] += the gradients of item i's pair, from T and U. Tensors of grads: stacked as the pairs are; undefined: not
+// wanted.
+void add_lora_gradients(const LoraSet& set, const LoraRowsIn& x, const LoraRowsIn& dy, const Tensor& t, const Tensor& u,
+                        const std::vector<LoraGrad>& grads);
 
 // ---- The pieces, for wo_a, whose groups lie beside each other in a row.
 // x A^T with A's planes of each item in `planes`; out [rows, rank].

@@ -156,8 +156,8 @@ Tensor hidden_rows(const Side& s, const Tensor& gate_up, float limit) {
   return hidden;
 }
 
-// -> [rows, d]. gate_up: becomes what the backward pass needs, or null.
-Tensor side_forward(const Side& s, float limit, Tensor* gate_up) {
+// -> [rows, d]. saved: becomes what the backward pass needs, or null.
+Tensor side_forward(const Side& s, float limit, ExpertRows* saved) {
   const Quantised in = quantise(s.x, s.source_row);
   const LowRankTerm first = low_rank_forward(s.gate_up, s.input());
   const int hidden = s.outputs() / 2, rows = static_cast<int>(s.rows);
@@ -165,16 +165,17 @@ Tensor side_forward(const Side& s, float limit, Tensor* gate_up) {
   const gl::Weights w13 = packed(s.w.w1, s.groups.count), w2 = packed(s.w.w2, s.groups.count);
   const WorkList list = work_list(s.groups, rows, s.outputs());
   LowRankTerm second;
-  if (gate_up || !s.down.empty()) {
+  if (saved || !s.down.empty()) {
     const Tensor both = empty({rows, s.outputs()}, DType::bf16);
     gl::linear(w13, in.activations(), list.plan, bf16(both), kStream, first.low_rank);
     gl::swiglu_quantise(bf16(both), rows, s.outputs(), f32(s.route_weight), limit, bytes(h.values), f32(h.scales),
                         kStream);
+    Tensor natural;
     if (!s.down.empty()) {
-      const Tensor natural = hidden_rows(s, both, limit);
+      natural = hidden_rows(s, both, limit);
       second = low_rank_forward(s.down, {natural, {}, s.groups, s.rows});
     }
-    if (gate_up) *gate_up = both;
+    if (saved) *saved = {both, natural, first.t, second.t};
   } else {
     gl::linear_swiglu(w13, in.activations(), list.plan, f32(s.route_weight), limit, bytes(h.values), f32(h.scales),
                       kStream, first.low_rank);
@@ -191,7 +192,7 @@ struct SideGrads {
 
 // dy [rows, d] of the side's rows -> dx of the side's rows. d_route [rows]: gradient of the route weights, or
 // undefined.
-Tensor side_backward(const Side& s, const Tensor& dy, const Tensor& gate_up, float limit, const SideGrads& grads,
+Tensor side_backward(const Side& s, const Tensor& dy, const ExpertRows& saved, float limit, const SideGrads& grads,
                      const Tensor& d_route) {
   const int rows = static_cast<int>(s.rows), n = s.outputs();
   const LoraRowsIn out{dy, {}, s.groups, s.rows};
@@ -199,21 +200,16 @@ Tensor side_backward(const Side& s, const Tensor& dy, const Tensor& gate_up, flo
   const Tensor d_hidden = empty({rows, n / 2}, DType::bf16);
   gl::linear_backward_input(packed(s.w.w2, s.groups.count), bf16(dy), wide_work_list(s.groups, rows, n / 2).plan,
                             bf16(d_hidden), kStream, back2.low_rank);
-  if (!s.down.empty() && !grads.down.empty()) {
-    const Tensor natural = hidden_rows(s, gate_up, limit);
-    const LoraRowsIn in{natural, {}, s.groups, s.rows};
-    add_lora_gradients(s.down, in, out, low_rank_forward(s.down, in), back2, grads.down);
-  }
+  add_lora_gradients(s.down, {saved.hidden, {}, s.groups, s.rows}, out, saved.t_down, back2.t, grads.down);
   const Tensor d_both = empty({rows, n}, DType::bf16);
-  gl::swiglu_backward(bf16(d_hidden), bf16(gate_up), rows, n, f32(s.route_weight), limit, bf16(d_both), f32(d_route),
-                      kStream);
+  gl::swiglu_backward(bf16(d_hidden), bf16(saved.gate_up), rows, n, f32(s.route_weight), limit, bf16(d_both),
+                      f32(d_route), kStream);
   const LoraRowsIn both{d_both, {}, s.groups, s.rows};
   const LowRankTerm back1 = low_rank_backward(s.gate_up, both);
   Tensor dx = empty({rows, s.w.w1.in}, DType::bf16);
   gl::linear_backward_input(packed(s.w.w1, s.groups.count), bf16(d_both),
                             wide_work_list(s.groups, rows, s.w.w1.in).plan, bf16(dx), kStream, back1.low_rank);
-  if (!s.gate_up.empty() && !grads.gate_up.empty())
-    add_lora_gradients(s.gate_up, s.input(), both, low_rank_forward(s.gate_up, s.input()), back1, grads.gate_up);
+  add_lora_gradients(s.gate_up, s.input(), both, saved.t_gate_up, back1.t, grads.gate_up);
   return dx;
 }
 
@@ -241,7 +237,7 @@ struct SharedGradients {
       for (int half = 0; half < 2; ++half) {
         const std::vector<LoraGrad>& list = half ? wanted_.up : wanted_.gate;
         if (list.empty()) continue;
-        if (list[i].a.defined()) add(both_[i].a.rows(half * r, (half + 1) * r), list[i].a);
+        if (list[i].a.defined()) add(std::vector{both_[i].a.rows(half * r, (half + 1) * r)}, list[i].a);
         if (list[i].b.defined())
           kernels::glue::add_columns(f32(both_[i].b.rows(half * f, (half + 1) * f)), static_cast<int>(f),
                                      static_cast<int>(2 * r), static_cast<int>(half * r), f32(list[i].b),
@@ -268,8 +264,8 @@ Tensor mixture(const Tensor& x, const Routing& r, const MixtureWeights& w, const
                MixtureSaved* saved) {
   require_kind({numerics, Point::act_w13}, PointKind::fp8x128, "mixture");
   const SortedPairs pairs = sort_pairs(r, static_cast<int64_t>(w.experts.size()));
-  const Tensor routed = side_forward(routed_side(x, pairs, w, lora), w.limit, saved ? &saved->gate_up : nullptr);
-  const Tensor shared = side_forward(shared_side(x, w, lora), w.limit, saved ? &saved->shared_gate_up : nullptr);
+  const Tensor routed = side_forward(routed_side(x, pairs, w, lora), w.limit, saved ? &saved->routed_rows : nullptr);
+  const Tensor shared = side_forward(shared_side(x, w, lora), w.limit, saved ? &saved->shared_rows : nullptr);
   if (saved) saved->pairs = pairs;
   return combined(routed, pairs, shared);
 }
@@ -278,7 +274,7 @@ RoutedBackward mixture_backward(const Tensor& d_sum, const Tensor& x, const Rout
                                 const MixtureLora& lora, Numerics, const MixtureGrads& grads,
                                 const MixtureSaved& saved) {
   if (!grads.experts.empty() || grads.shared.w1.defined()) not_on_gpu("training of the experts' base weights");
-  PLUMB_CHECK(saved.gate_up.defined());
+  PLUMB_CHECK(saved.routed_rows.gate_up.defined());
   const SortedPairs& pairs = saved.pairs;
   const Side routed = routed_side(x, pairs, w, lora);
   const Tensor dy = empty({routed.rows, x.size(1)}, DType::bf16), d_route = zeros({routed.rows}, DType::f32);
@@ -286,12 +282,12 @@ RoutedBackward mixture_backward(const Tensor& d_sum, const Tensor& x, const Rout
                       x.size(1) * sizeof(uint16_t), kStream);
   const SideGrads routed_grads{stacked(lora.routed, grads.routed_lora, &ExpertLora::gate_up, &ExpertLoraGrad::gate_up),
                                stacked(lora.routed, grads.routed_lora, &ExpertLora::down, &ExpertLoraGrad::down)};
-  const Tensor dx_routed = side_backward(routed, dy, saved.gate_up, w.limit, routed_grads, d_route);
+  const Tensor dx_routed = side_backward(routed, dy, saved.routed_rows, w.limit, routed_grads, d_route);
 
   const Side shared = shared_side(x, w, lora);
   const SharedGradients both(shared.gate_up, grads.shared_lora);
   const Tensor dx_shared =
-      side_backward(shared, d_sum, saved.shared_gate_up, w.limit, {both.both(), grads.shared_lora.down}, {});
+      side_backward(shared, d_sum, saved.shared_rows, w.limit, {both.both(), grads.shared_lora.down}, {});
   both.finish();
 
   RoutedBackward result{combined(dx_routed, pairs, dx_shared), empty(r.weight.shape(), DType::f32)};

@@ -11,9 +11,9 @@ namespace rows = kernels::rows;
 rows::Term term(const Tensor& x) { return {x.raw(), x.dtype() == DType::bf16, 1}; }
 
 // out = scale * sum of the terms, rounded to the type of `out`. Sizes are multiples of eight.
-void sum_into(std::initializer_list<rows::Term> terms, float scale, const Tensor& out) {
+void sum_into(const std::vector<rows::Term>& terms, float scale, const Tensor& out) {
   constexpr int kWidth = 8;
-  PLUMB_CHECK(out.numel() % kWidth == 0, to_string(out.shape()));
+  PLUMB_CHECK(out.numel() % kWidth == 0 && terms.size() <= rows::kMostTerms, to_string(out.shape()));
   rows::Sum s{};
   for (const rows::Term& t : terms) s.term[s.terms++] = t;
   s.rows = out.numel() / kWidth, s.width = kWidth, s.scale = scale;
@@ -62,9 +62,10 @@ void copy_rows(const Tensor& from, const RowCopy& copy, const Tensor& to) {
              row_bytes, kStream);
 }
 
-void add(const Tensor& x, const Tensor& into) {
-  PLUMB_CHECK(x.numel() == into.numel(), to_string(x.shape()) + " into " + to_string(into.shape()));
-  sum_into({term(into), term(x)}, 1, into);
+void add(const std::vector<Tensor>& terms, const Tensor& into) {
+  std::vector<rows::Term> all{term(into)};
+  for (const Tensor& x : terms) all.push_back(term(x));
+  sum_into(all, 1, into);
 }
 
 Tensor scaled(const Tensor& x, float factor) {
