@@ -1,15 +1,26 @@
-// Four layers of Flash's shape with 256 experts on one GPU: a step of LoRA training on long rows, and decoding steps.
+// Layers of Flash's shape with 256 experts on one GPU: a training step of one layer of each kind, with adapters of rank
+// 8 on all targets; a pass of four layers with what travels between host and GPU; decoding steps.
+//
 // usage: model_gpu_bench [RESULT.json]
+//        model_gpu_bench --step window|CSA|HCA ROWS   one training step of a layer between cudaProfilerStart and Stop,
+//                                                     for ncu --profile-from-start off (tools/step_profile.py)
+#include <cuda_profiler_api.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <cstdlib>
 #include <ctime>
+#include <map>
 #include <nlohmann/json.hpp>
+#include <string>
 
 #include "base/error.h"
 #include "base/files.h"
+#include "config/presets.h"
 #include "flash_model.h"
 #include "memory/device_weights.h"
+#include "model/device_adapters.h"
 #include "model/forward.h"
 #include "ops/device.h"
 #include "ops/head.h"
@@ -40,35 +51,126 @@ AdapterGrads zero_grads(const Adapter& adapter) {
   return grads;
 }
 
-// Without the routed experts, whose adapters travel from the host each step.
-std::shared_ptr<Adapter> dense_adapter(const ModelConfig& c) {
-  auto adapter = testing::flash_adapter(c, 8, 2);
-  for (LayerLora& layer : adapter->layers) layer.experts = {};
-  return adapter;
+// An adapter in training.
+struct Trained {
+  explicit Trained(const ModelConfig& c) : adapter(testing::flash_adapter(c, 8, 2)), grads(zero_grads(*adapter)) {
+    batch.parts.push_back({adapter, {}, true, &grads});
+  }
+  std::shared_ptr<Adapter> adapter;
+  AdapterGrads grads;
+  AdapterBatch batch;
+};
+
+// A figure of the result, also said at once.
+void report(Json& figures, const std::string& name, double value, const char* unit) {
+  std::printf("%-66s %10.3f %s\n", name.c_str(), value, unit);
+  figures.push_back({{"name", name}, {"value", value}, {"unit", unit}});
 }
+
+// ---- One layer: forward, then recomputed and backward, weights and adapters on the GPU.
+
+struct Kind {
+  const char* name;
+  int layer;  // of the four
+};
+constexpr Kind kKinds[] = {{"window", 0}, {"CSA", 3}, {"HCA", 2}};
+
+class LayerStep {
+ public:
+  LayerStep(WeightStore& weights, const AdapterBatch& adapters, int layer, int rows)
+      : plan_(plan_documents(plan_shape(weights.config()), {tokens(weights.config(), rows)})),
+        ctx_(make_context(weights.config(), plan_, Numerics::released, Space::device)),
+        lease_(weights.acquire(layer)),
+        layer_(layer) {
+    ForwardOptions o;
+    o.keep_streams = true;
+    streams_ = forward(weights, plan_, o).streams[layer];
+    ctx_.adapters = &adapters;
+  }
+  LayerStep(const LayerStep&) = delete;
+  void run() const {
+    layer_forward(ctx_, *lease_, layer_, streams_);
+    LayerGrads frozen;
+    AuxiliaryResults results;
+    layer_backward(ctx_, *lease_, layer_, streams_, streams_, frozen, {}, results);  // any gradient will do
+  }
+
+ private:
+  SequencePlan plan_;
+  PassContext ctx_;
+  LayerLease lease_;
+  int layer_;
+  Tensor streams_;
+};
+
+double layer_time(const LayerStep& step) {
+  double best = 1e30;
+  for (int round = 0; round < 4; ++round) {
+    const auto start = Clock::now();
+    step.run();
+    const double time = milliseconds_since(start);
+    if (round > 0) best = std::min(best, time);
+  }
+  return best;
+}
+
+void measure_layers(WeightStore& weights, Trained& trained, Json& figures) {
+  DeviceAdapters adapters(trained.batch);
+  adapters.begin_gradients();
+  const ModelConfig whole = preset("flash");
+  for (int rows : {4096, 8192, 16384}) {
+    const std::string with_rows = ", forward and backward, " + std::to_string(rows) + " rows";
+    std::map<std::string, double> time;
+    for (const Kind& kind : kKinds) {
+      time[kind.name] = layer_time({weights, adapters.batch(), kind.layer, rows});
+      report(figures, std::string("one ") + kind.name + " layer" + with_rows, time[kind.name], "ms");
+    }
+    double sum = 0;
+    for (int layer = 0; layer < whole.num_hidden_layers; ++layer)
+      sum += time[whole.kind(layer) == LayerKind::window ? "window"
+                  : whole.kind(layer) == LayerKind::csa  ? "CSA"
+                                                         : "HCA"];
+    report(figures, "mean over the layers of Flash" + with_rows, sum / whole.num_hidden_layers, "ms");
+    report(figures, "all layers of Flash" + with_rows, rows / sum * 1e3, "tokens/s");
+  }
+}
+
+// What a pass adds to that: the adapters on their way to the GPU, and their gradients on the way back.
+void measure_travel(const ModelConfig& c, Trained& trained, Json& figures) {
+  double up = 1e30, back = 1e30;
+  for (int round = 0; round < 3; ++round) {
+    auto start = Clock::now();
+    DeviceAdapters adapters(trained.batch);
+    up = std::min(up, milliseconds_since(start));
+    adapters.begin_gradients();
+    start = Clock::now();
+    adapters.finish_gradients();
+    back = std::min(back, milliseconds_since(start));
+  }
+  report(figures, "adapters of a layer to the GPU", up / c.num_hidden_layers, "ms");
+  report(figures, "gradients of a layer's adapters to the host", back / c.num_hidden_layers, "ms");
+}
+
+// ---- Four layers
 
 // The fastest of some rounds, after one that is not counted.
 struct Step {
   double forward = 1e30, backward = 1e30;
 };
-Step training_step(WeightStore& weights, int rows, bool lora) {
+Step training_step(WeightStore& weights, const AdapterBatch* adapters, int rows) {
   const ModelConfig& c = weights.config();
   const SequencePlan plan = plan_documents(plan_shape(c), {tokens(c, rows)});
   const std::vector<int> target = tokens(c, rows);
-  const auto adapter = dense_adapter(c);
-  AdapterGrads grads = zero_grads(*adapter);
-  AdapterBatch batch;
-  batch.parts.push_back({adapter, {}, true, &grads});
   ForwardOptions o;
-  o.adapters = lora ? &batch : nullptr;
-  o.keep_streams = lora;
+  o.adapters = adapters;
+  o.keep_streams = adapters != nullptr;
   Step best;
   for (int round = 0; round < 4; ++round) {
     auto start = Clock::now();
     const ForwardResult result = forward(weights, plan, o);
     const double forward_time = milliseconds_since(start);
     double backward_time = 0;
-    if (lora) {
+    if (adapters) {
       const Tensor d = Tensor::full({rows}, -1.0f / static_cast<float>(rows));
       const Tensor d_hidden = ops::head_logprobs_backward(d, result.hidden, weights.outer().head, target, {});
       Gradients frozen;
@@ -83,8 +185,11 @@ Step training_step(WeightStore& weights, int rows, bool lora) {
   return best;
 }
 
-// One step of `batch` sequences that have `length` tokens each.
-double decoding_step(WeightStore& weights, int batch, int length) {
+// One step of `batch` sequences that have `length` tokens each; host: until all its kernels are launched.
+struct DecodingStep {
+  double host = 1e30, whole = 1e30;
+};
+DecodingStep decoding_step(WeightStore& weights, const AdapterBatch* adapters, int batch, int length) {
   const ModelConfig& c = weights.config();
   const PlanShape shape = plan_shape(c);
   std::vector<CacheSlots> slots;
@@ -95,46 +200,77 @@ double decoding_step(WeightStore& weights, int batch, int length) {
   KvCache cache = make_cache(c, totals, batch * 2 * shape.csa_ratio, batch * shape.hca_ratio, weights.space());
   ForwardOptions o;
   o.cache = &cache;
+  o.adapters = adapters;
   const std::vector<int> ids = tokens(c, batch);
   std::vector<std::vector<int>> next;
   for (int id : ids) next.push_back({id});
-  double best = 1e30;
+  DecodingStep best;
   for (int round = 0; round < 6; ++round) {
     const auto start = Clock::now();
     const SequencePlan plan =
         plan_cached_step(shape, totals, slots, std::vector<int>(batch, length + round), next, true);
     forward(weights, plan, o);
-    const double time = milliseconds_since(start);
-    if (round > 0) best = std::min(best, time);
+    const double host = std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+    const double whole = milliseconds_since(start);
+    if (round > 0) best = {std::min(best.host, host), std::min(best.whole, whole)};
   }
   return best;
 }
 
-Json measure() {
+std::shared_ptr<DeviceWeights> four_layers() {
   ModelConfig c = testing::flash_config(256);
   c.index_topk = 512;
-  auto start = Clock::now();
-  const auto host = testing::flash_model(1, c);
-  std::printf("random weights: %.0f ms\n", milliseconds_since(start));
-  DeviceWeights weights(host);
-  start = Clock::now();
-  for (int layer = 0; layer < c.num_hidden_layers; ++layer) weights.acquire(layer);
-  std::printf("packed and copied: %.0f ms\n", milliseconds_since(start));
+  return std::make_shared<DeviceWeights>(testing::flash_model(1, c));
+}
+
+Json measure() {
+  const auto weights = four_layers();
+  const ModelConfig& c = weights->config();
   Json figures = Json::array();
+  const auto start = Clock::now();
+  for (int layer = 0; layer < c.num_hidden_layers; ++layer) weights->acquire(layer);
+  report(figures, "a layer packed and copied", milliseconds_since(start) / c.num_hidden_layers, "ms");
+  Trained trained(c);
+  measure_layers(*weights, trained, figures);
+  measure_travel(c, trained, figures);
   for (int rows : {4096, 16384})
     for (bool lora : {false, true}) {
-      const Step s = training_step(weights, rows, lora);
-      std::printf("%6d rows, %-7s forward %8.2f ms, backward %8.2f ms\n", rows, lora ? "LoRA" : "base", s.forward,
-                  lora ? s.backward : 0);
-      figures.push_back({{"rows", rows}, {"lora", lora}, {"forward_ms", s.forward}});
-      if (lora) figures.back()["backward_ms"] = s.backward;
+      const Step s = training_step(*weights, lora ? &trained.batch : nullptr, rows);
+      const std::string of = " of four layers, " + std::to_string(rows) + " rows" + (lora ? ", LoRA" : "");
+      report(figures, "forward pass" + of, s.forward, "ms");
+      if (lora) report(figures, "backward pass" + of, s.backward, "ms");
     }
-  for (int batch : {1, 16, 64, 256}) {
-    const double ms = decoding_step(weights, batch, 8000);
-    std::printf("decoding, %3d sequences of 8000 tokens: %.3f ms\n", batch, ms);
-    figures.push_back({{"decode_batch", batch}, {"length", 8000}, {"step_ms", ms}});
-  }
+  AdapterBatch snapshot;
+  snapshot.parts.push_back({trained.adapter, {}, true, nullptr});
+  for (const AdapterBatch* adapters : std::initializer_list<const AdapterBatch*>{nullptr, &snapshot})
+    for (int batch : {1, 16, 64, 256}) {
+      const std::string of = "decoding step of four layers, " + std::to_string(batch) + " sequences of 8000 tokens" +
+                             (adapters ? ", LoRA" : "");
+      const DecodingStep s = decoding_step(*weights, adapters, batch, 8000);
+      report(figures, of, s.whole, "ms");
+      report(figures, of + ": until the host has launched it", s.host, "ms");
+    }
   return figures;
+}
+
+int profile_step(const std::string& name, int rows) {
+  const auto* kind = std::find_if(std::begin(kKinds), std::end(kKinds), [&](const Kind& k) { return name == k.name; });
+  if (kind == std::end(kKinds) || rows < 1) {
+    std::fprintf(stderr, "usage: model_gpu_bench --step window|CSA|HCA ROWS\n");
+    return 2;
+  }
+  const auto weights = four_layers();
+  Trained trained(weights->config());
+  DeviceAdapters adapters(trained.batch);
+  adapters.begin_gradients();
+  const LayerStep step(*weights, adapters.batch(), kind->layer, rows);
+  step.run();
+  milliseconds_since(Clock::now());
+  cudaProfilerStart();
+  step.run();
+  milliseconds_since(Clock::now());
+  cudaProfilerStop();
+  return 0;
 }
 
 }  // namespace
@@ -148,6 +284,7 @@ int main(int argc, char** argv) {
       std::printf("skipped: %s\n", device.what.c_str());
       return 77;
     }
+    if (argc == 4 && std::string(argv[1]) == "--step") return plumb::profile_step(argv[2], std::atoi(argv[3]));
     char date[16];
     const std::time_t now = std::time(nullptr);
     std::strftime(date, sizeof date, "%F", std::gmtime(&now));
@@ -155,7 +292,7 @@ int main(int argc, char** argv) {
         {"name", "model_gpu"},
         {"date", date},
         {"device", device.what},
-        {"command", "model_gpu_bench: 4 layers of Flash's shape (window, csa, hca, csa), 256 experts"},
+        {"command", "model_gpu_bench: layers of Flash's shape, 256 experts, adapters of rank 8 on all targets"},
         {"figures", plumb::measure()}};
     if (argc > 1) plumb::write_text(argv[1], all.dump(2) + "\n");
     return 0;
