@@ -65,8 +65,9 @@ void for_each_pair(int64_t count, F&& f) {
 }
 
 // Pairs of the same sizes (a single one, or those of a layer's experts), one behind the other. Of rank 8 on the experts
-// of a layer of Flash they are 117 MB: put together on all threads, and copied in one piece.
-std::vector<LoraPair> upload_pairs(const std::vector<LoraPair>& pairs, int rank) {
+// of a layer of Flash they are 117 MB: put together on all threads, and copied in one piece. snapshot: they do not
+// change any more.
+std::vector<LoraPair> upload_pairs(const std::vector<LoraPair>& pairs, int rank, bool snapshot) {
   const int64_t count = static_cast<int64_t>(pairs.size());
   if (count == 0 || !pairs[0].defined()) return pairs;
   const int64_t in = pairs[0].a.size(1), out = pairs[0].b.size(0);
@@ -81,6 +82,7 @@ std::vector<LoraPair> upload_pairs(const std::vector<LoraPair>& pairs, int rank)
   std::vector<LoraPair> result;
   for (int64_t i = 0; i < count; ++i)
     result.push_back({device_a.rows(i * rank, (i + 1) * rank), device_b.rows(i * out, (i + 1) * out), pairs[i].scale});
+  if (snapshot) result[0].prepared = std::make_shared<PreparedPair>();
   return result;
 }
 
@@ -92,12 +94,12 @@ void for_singles(F&& f, Parts&... p) {
   f(p.shared_w1...), f(p.shared_w3...), f(p.shared_w2...);
 }
 
-std::shared_ptr<const Adapter> upload(const Adapter& from, int rank) {
+std::shared_ptr<const Adapter> upload(const Adapter& from, int rank, bool snapshot) {
   auto to = std::make_shared<Adapter>(from);
   for (LayerLora& layer : to->layers) {
-    for_singles([&](LoraPair& pair) { pair = upload_pairs({pair}, rank)[0]; }, layer);
-    layer.experts.gate_up = upload_pairs(layer.experts.gate_up, rank);
-    layer.experts.down = upload_pairs(layer.experts.down, rank);
+    for_singles([&](LoraPair& pair) { pair = upload_pairs({pair}, rank, snapshot)[0]; }, layer);
+    layer.experts.gate_up = upload_pairs(layer.experts.gate_up, rank, snapshot);
+    layer.experts.down = upload_pairs(layer.experts.down, rank, snapshot);
   }
   return to;
 }
@@ -113,7 +115,7 @@ std::shared_ptr<const Adapter> kept_copy(const std::shared_ptr<const Adapter>& f
   std::lock_guard lock(mutex);
   std::erase_if(kept, [](const auto& entry) { return entry.second.of.expired(); });
   Copy& c = kept[{from.get(), rank}];
-  if (!c.copy) c = {from, upload(*from, rank)};
+  if (!c.copy) c = {from, upload(*from, rank, true)};
   return c.copy;
 }
 
@@ -123,7 +125,7 @@ DeviceAdapters::DeviceAdapters(const AdapterBatch& host) : host_(host) {
   const int rank = padded_rank(host);
   for (const AdapterBatch::Part& part : host.parts) {
     AdapterBatch::Part& copy = batch_.parts.emplace_back(part);
-    copy.adapter = part.grads ? upload(*part.adapter, rank) : kept_copy(part.adapter, rank);
+    copy.adapter = part.grads ? upload(*part.adapter, rank, false) : kept_copy(part.adapter, rank);
     copy.grads = nullptr;
   }
 }

@@ -3,6 +3,7 @@
 // same bits in any batch. Weights stay packed in memory and are widened inside the product.
 #pragma once
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "base/tensor.h"
@@ -26,11 +27,20 @@ struct Linear {
   bool defined() const { return data.defined(); }
 };
 
+// On a GPU: what its kernels read of a pair, made when it is first needed (ops/gpu/lora.cpp).
+struct PreparedPair {
+  Tensor planes, factor, factor_address;  // A in two parts, B packed, and where the latter is
+  Tensor joined_a, joined_b;              // gate and up of the shared expert together
+};
+
 // One low-rank pair: y += scale * (x A^T) B^T. Unmerged everywhere, FP32.
 struct LoraPair {
   Tensor a;         // f32 [r, in]
   Tensor b;         // f32 [out, r]
   float scale = 1;  // alpha / r
+  // Of a pair on a GPU that does not change any more, so that decoding steps need not prepare it each time; of experts'
+  // pairs one behind the other: that of the first, for all of them. Or null.
+  std::shared_ptr<PreparedPair> prepared = nullptr;
   bool defined() const { return a.defined(); }
 };
 // Gradients of a LoraPair, accumulated (+=); undefined = not wanted.

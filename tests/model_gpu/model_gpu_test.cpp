@@ -439,6 +439,20 @@ TEST(ModelGpu, EachRowUsesItsOwnAdapter) {
   EXPECT_TRUE(same_bits(all.rows(50, 59), documents({d}).hidden_of(*models().gpu)));
 }
 
+// What is kept of a snapshot has the bits of what is made anew in each pass of an adapter in training.
+TEST(ModelGpu, SnapshotsHaveTheBitsOfTheTrainedAdapter) {
+  const auto adapter = flash_adapter(flash_config(), 8, 27);
+  AdapterGrads grads;
+  grads.layers.resize(adapter->layers.size());  // nothing is wanted
+  const AdapterBatch trained = one_adapter(adapter, &grads), snapshot = one_adapter(adapter);
+  for (int rows : {3, 80}) {
+    const Case one = documents({tokens(rows, 28)});
+    const Tensor hidden = one.hidden_of(*models().gpu, &trained);
+    for (int repeat = 0; repeat < 2; ++repeat)
+      EXPECT_TRUE(same_bits(one.hidden_of(*models().gpu, &snapshot), hidden)) << rows << " rows";
+  }
+}
+
 TEST(ModelGpu, ForwardAndBackwardRepeatOnBits) {
   const ModelConfig c = flash_config();
   const Case one = documents({tokens(140, 21)});

@@ -99,7 +99,7 @@ Tensor dense_adapters(const LoraList& lora, const DenseRows& d, bool by_group) {
       for (int t : *lora[i].rows) set(static_cast<int>(i), t);
     else
       for (int t = 0; t < d.rows; ++t) set(static_cast<int>(i), t);
-  return upload(of_row);
+  return row_numbers(std::move(of_row));
 }
 
 // T [rows, groups * rank], and the factor of all outputs together.

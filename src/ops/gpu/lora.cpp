@@ -1,6 +1,9 @@
 #include "ops/gpu/lora.h"
 
+#include <deque>
+#include <mutex>
 #include <string>
+#include <utility>
 
 #include "kernels/glue/glue.h"
 #include "kernels/row_linear/row_linear.h"
@@ -21,13 +24,27 @@ Tensor address_table(const std::vector<Tensor>& tensors) {
   return table;
 }
 
+// Calls make() for a kept tensor that is not there yet, or for one that is not kept (null).
+template <class F>
+Tensor kept(Tensor* place, F&& make) {
+  if (!place) return make();
+  static std::mutex mutex;
+  std::lock_guard lock(mutex);
+  if (!place->defined()) *place = make();
+  return *place;
+}
+
 std::vector<Tensor> planes_of(const LoraSet& set, bool of_b, int groups, int width) {
   std::vector<Tensor> planes;
   for (const LoraSet::Item& item : set.items) {
-    Tensor& p = planes.emplace_back(workspace(rl::split_bytes(groups, set.rank, width)));
-    // U = dy B contracts over B's outputs: B [out, r] is the transposed weight of that product.
-    rl::split_weight(f32(of_b ? item.b : item.a), groups, set.rank, width, item.scale,
-                     reinterpret_cast<uint16_t*>(p.raw()), kStream, {of_b, of_b && set.gate_up});
+    const auto make = [&] {
+      Tensor p = workspace(rl::split_bytes(groups, set.rank, width));
+      // U = dy B contracts over B's outputs: B [out, r] is the transposed weight of that product.
+      rl::split_weight(f32(of_b ? item.b : item.a), groups, set.rank, width, item.scale,
+                       reinterpret_cast<uint16_t*>(p.raw()), kStream, {of_b, of_b && set.gate_up});
+      return p;
+    };
+    planes.push_back(kept(item.prepared && !of_b ? &item.prepared->planes : nullptr, make));
   }
   return planes;
 }
@@ -35,9 +52,13 @@ std::vector<Tensor> planes_of(const LoraSet& set, bool of_b, int groups, int wid
 std::vector<Tensor> factors_of(const LoraSet& set, bool of_a, int groups, int outputs) {
   std::vector<Tensor> factors;
   for (const LoraSet::Item& item : set.items) {
-    Tensor& f = factors.emplace_back(workspace(lo::factor_bytes(groups, outputs, set.rank)));
-    lo::pack_factor(f32(of_a ? item.a : item.b), groups, outputs, set.rank, of_a, !of_a && set.gate_up,
-                    reinterpret_cast<uint32_t*>(f.raw()), kStream);
+    const auto make = [&] {
+      Tensor f = workspace(lo::factor_bytes(groups, outputs, set.rank));
+      lo::pack_factor(f32(of_a ? item.a : item.b), groups, outputs, set.rank, of_a, !of_a && set.gate_up,
+                      reinterpret_cast<uint32_t*>(f.raw()), kStream);
+      return f;
+    };
+    factors.push_back(kept(item.prepared && !of_a ? &item.prepared->factor : nullptr, make));
   }
   return factors;
 }
@@ -59,15 +80,28 @@ LoraSet lora_set(const LoraList& lora, int64_t rows, bool gate_up) {
       fail("adapters", "rank " + std::to_string(rank),
            "the GPU kernels take ranks up to " + std::to_string(rl::kMostFewOutputs));
     set.rank = rank, set.in = static_cast<int>(p.a.size(1)), set.out = static_cast<int>(p.b.size(0));
-    set.items.push_back({p.a, p.b, p.scale});
+    set.items.push_back({p.a, p.b, p.scale, p.prepared});
     some = some || part.rows;
     if (part.rows)
       for (int r : *part.rows) of_row[r] = number;
     else
       of_row.assign(rows, number);
   }
-  if (some || set.items.size() > 1) set.of_row = upload(of_row);
+  if (some || set.items.size() > 1) set.of_row = row_numbers(std::move(of_row));
   return set;
+}
+
+Tensor row_numbers(std::vector<int> values) {
+  constexpr size_t kKept = 4;  // dense ones, and those of wo_a in both directions
+  static std::mutex mutex;
+  static auto& known = *new std::deque<std::pair<std::vector<int>, Tensor>>;  // the newest first; never freed
+  std::lock_guard lock(mutex);
+  for (const auto& [host, device] : known)
+    if (host == values) return device;
+  Tensor there = upload(values);
+  known.emplace_front(std::move(values), there);
+  if (known.size() > kKept) known.pop_back();
+  return there;
 }
 
 std::vector<Tensor> planes_of_a(const LoraSet& set, int groups) { return planes_of(set, false, groups, set.in); }
@@ -96,7 +130,10 @@ LowRankTerm term_of(const LoraSet& set, Tensor t, int t_stride, std::vector<Tens
   LowRankTerm term;
   term.t = std::move(t);
   term.factors = std::move(factors);
-  term.factor_table = address_table(term.factors);
+  const bool alone =
+      set.items.size() == 1 && set.items[0].prepared && set.items[0].prepared->factor.raw() == term.factors[0].raw();
+  term.factor_table =
+      kept(alone ? &set.items[0].prepared->factor_address : nullptr, [&] { return address_table(term.factors); });
   term.of_row = set.of_row;
   term.low_rank = {set.rank, f32(term.t), t_stride, reinterpret_cast<const uint32_t* const*>(term.factor_table.raw()),
                    i32(term.of_row)};

@@ -19,6 +19,7 @@ struct LoraSet {
     Tensor a;  // f32 [groups, r, in]
     Tensor b;  // f32 [groups, out, r]
     float scale;
+    std::shared_ptr<PreparedPair> prepared;  // or null
   };
   std::vector<Item> items;
   int rank = 0, in = 0, out = 0;
@@ -27,6 +28,8 @@ struct LoraSet {
   bool empty() const { return items.empty(); }
 };
 LoraSet lora_set(const LoraList& lora, int64_t rows, bool gate_up = false);
+// Numbers of adapters on the device. The products of a pass ask for the same few again and again: those are kept.
+Tensor row_numbers(std::vector<int> values);
 
 // The rows that meet a low rank: runs of rows belong to groups (experts); x may be gathered.
 struct LoraRowsIn {

@@ -117,6 +117,11 @@ LoraSet shared_gate_up(const SharedLora& lora, int64_t rows) {
          "the GPU kernels take ranks up to " + std::to_string(kernels::row_linear::kMostFewOutputs / 2) + " there");
   for (size_t i = 0; i < set.items.size(); ++i) {
     LoraSet::Item& item = set.items[i];
+    PreparedPair* prepared = item.prepared.get();
+    if (prepared && prepared->joined_a.defined()) {
+      item.a = prepared->joined_a, item.b = prepared->joined_b;
+      continue;
+    }
     item.a = zeros({2 * r, set.in}, DType::f32), item.b = zeros({2 * f, 2 * r}, DType::f32);
     for (int half = 0; half < 2; ++half) {
       const LoraList& list = half ? lora.up : lora.gate;
@@ -127,6 +132,7 @@ LoraSet shared_gate_up(const SharedLora& lora, int64_t rows) {
                                    f32(item.b.rows(half * f, (half + 1) * f)), static_cast<int>(2 * r),
                                    static_cast<int>(half * r), kStream);
     }
+    if (prepared) prepared->joined_a = item.a, prepared->joined_b = item.b;
   }
   return set;
 }
