@@ -6,26 +6,31 @@
 
 #include "base/error.h"
 #include "base/parallel.h"
+#include "ops/elementwise.h"
 
 namespace plumb {
 namespace {
 
-// Calls f(pair) for every pair of the adapter that is there.
-template <class F>
-void for_pairs(const Adapter& adapter, F&& f) {
-  for (const LayerLora& layer : adapter.layers) {
-    LayerLora pairs = layer;  // visit_lora wants to change what it visits
-    LayerLoraGrad unused;
-    visit_lora(pairs, unused, [&](const std::string&, LoraPair& p, LoraGrad&) {
-      if (p.defined()) f(p);
-    });
-  }
+// Calls f for each single member of some layers' parts: pairs, their gradients.
+template <class F, class... Parts>
+void for_singles(F&& f, Parts&... p) {
+  f(p.wq_a...), f(p.wq_b...), f(p.wkv...), f(p.wo_a...), f(p.wo_b...);
+  f(p.compressor_wkv...), f(p.compressor_wgate...);
+  f(p.shared_w1...), f(p.shared_w3...), f(p.shared_w2...);
 }
 
+// One rank for the whole batch. Looked up in every decoding step, so nothing is copied.
 int padded_rank(const AdapterBatch& batch) {
   int64_t rank = 0;
+  const auto look = [&](const LoraPair& p) {
+    if (p.defined()) rank = std::max(rank, p.a.size(0));
+  };
   for (const auto& part : batch.parts)
-    for_pairs(*part.adapter, [&](const LoraPair& p) { rank = std::max(rank, p.a.size(0)); });
+    for (const LayerLora& layer : part.adapter->layers) {
+      for_singles(look, layer);
+      std::for_each(layer.experts.gate_up.begin(), layer.experts.gate_up.end(), look);
+      std::for_each(layer.experts.down.begin(), layer.experts.down.end(), look);
+    }
   return static_cast<int>((rank + 3) / 4 * 4);
 }
 
@@ -48,12 +53,11 @@ void pad_b(const Tensor& b, const Tensor& to) {
   else
     widen(b, to);
 }
-void add_unpadded_a(const Tensor& from, const Tensor& a) {
-  for (int64_t i = 0; i < a.numel(); ++i) a.f32()[i] += from.f32()[i];
-}
+void add_unpadded_a(const Tensor& from, const Tensor& a) { ops::add(from.f32(), a.numel(), a.f32()); }
 void add_unpadded_b(const Tensor& from, const Tensor& b) {
-  for (int64_t o = 0; o < b.size(0); ++o)
-    for (int64_t j = 0; j < b.size(1); ++j) b.f32()[o * b.size(1) + j] += from.f32()[o * from.size(1) + j];
+  const int64_t columns = b.size(1), wide = from.size(1);
+  if (columns == wide) return ops::add(from.f32(), b.numel(), b.f32());
+  for (int64_t o = 0; o < b.size(0); ++o) ops::add(from.f32() + o * wide, columns, b.f32() + o * columns);
 }
 
 // Calls f(i) for i = 0 .. count - 1 on all threads.
@@ -84,14 +88,6 @@ std::vector<LoraPair> upload_pairs(const std::vector<LoraPair>& pairs, int rank,
     result.push_back({device_a.rows(i * rank, (i + 1) * rank), device_b.rows(i * out, (i + 1) * out), pairs[i].scale});
   if (snapshot) result[0].prepared = std::make_shared<PreparedPair>();
   return result;
-}
-
-// Calls f for each single member of some layers' parts: pairs, their gradients.
-template <class F, class... Parts>
-void for_singles(F&& f, Parts&... p) {
-  f(p.wq_a...), f(p.wq_b...), f(p.wkv...), f(p.wo_a...), f(p.wo_b...);
-  f(p.compressor_wkv...), f(p.compressor_wgate...);
-  f(p.shared_w1...), f(p.shared_w3...), f(p.shared_w2...);
 }
 
 std::shared_ptr<const Adapter> upload(const Adapter& from, int rank, bool snapshot) {
