@@ -307,7 +307,8 @@ def test_a_real_run(browser, tmp_path):
     """What plumb rl writes is what the page reads: here with an adapter that is one step old, so that there is a difference."""
     for name, behind in (("now", 0), ("behind", 1)):
         done = subprocess.run([os.environ["PLUMB"], "rl", "examples/rl/demo.toml", "--set", f"output.dir={tmp_path / name}",
-                               "--set", "train.steps=3", "--set", f"rl.steps_behind={behind}", "--set", "rl.groups_per_step=3"],
+                               "--set", "train.steps=3", "--set", f"rl.steps_behind={behind}", "--set", "rl.groups_per_step=3",
+                               "--set", f"model.path={ROOT / 'assets/tiny'}"],  # the texts of tokens are read from there
                               cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
     lines = {name: [json.loads(line) for line in pathlib.Path(tmp_path / name / "metrics.jsonl").read_text().splitlines()]
