@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Where the GPU's time of a training step goes, by the folders of src/kernels.
 
-    tools/step_profile.py RESULT.json PICTURE.svg NAME=REPORT.csv ...
+    tools/step_profile.py RESULT.json PICTURE.svg DEVICE NAME=REPORT.csv ...
 
-A report is the output of `ncu --csv --metrics gpu__time_duration.sum --clock-control none`; each is a bar, NAME its label. Kernels are
-told apart by their names in the sources; what is in no folder (copies, clearing) is "other".
+A report is the output of `ncu --csv --metrics gpu__time_duration.sum --clock-control none`; each is a bar, NAME its label;
+DEVICE is where they were made. Kernels are told apart by their names in the sources; what is in no folder (copies, clearing) is "other".
 """
 import collections
 import csv
@@ -79,7 +79,7 @@ def svg(bars, order):
     return "\n".join(out + ["</svg>"]) + "\n"
 
 
-def main(result, picture, *reports):
+def main(result, picture, device, *reports):
     found = declarations()
     bars = [(name, milliseconds(pathlib.Path(path), found)) for name, path in (r.split("=", 1) for r in reports)]
     sums = sum((b for _, b in bars), collections.Counter())
@@ -89,11 +89,11 @@ def main(result, picture, *reports):
     figures.append({"kernels of": "all"} | {name: round(sum(bar.values()), 3) for name, bar in bars})
     pathlib.Path(result).write_text(json.dumps(
         {"name": "step_profile", "title": "Where a training step's time goes", "date": datetime.date.today().isoformat(),
-         "device": "NVIDIA H200", "command": "tools/step_profile.py (ncu, kernel by kernel)",
+         "device": device, "command": "tools/step_profile.py (ncu, kernel by kernel)",
          "note": "Milliseconds by folder of src/kernels. ![](images/step_time.svg)", "figures": figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 4:
+    if len(sys.argv) < 5:
         sys.exit(__doc__)
     main(*sys.argv[1:])

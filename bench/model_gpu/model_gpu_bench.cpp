@@ -42,15 +42,6 @@ std::vector<int> tokens(const ModelConfig& c, int n) {
   return ids;
 }
 
-AdapterGrads zero_grads(const Adapter& adapter) {
-  AdapterGrads grads;
-  for (LayerLora layer : adapter.layers)
-    visit_lora(layer, grads.layers.emplace_back(), [](const std::string&, LoraPair& p, LoraGrad& g) {
-      if (p.defined()) g = {Tensor::zeros(p.a.shape()), Tensor::zeros(p.b.shape())};
-    });
-  return grads;
-}
-
 // An adapter in training.
 struct Trained {
   explicit Trained(const ModelConfig& c) : adapter(testing::flash_adapter(c, 8, 2)), grads(zero_grads(*adapter)) {

@@ -69,16 +69,6 @@ std::shared_ptr<Adapter> make_adapter(const ResidentWeights& weights, bool route
   return adapter;
 }
 
-LoraGrad zeros_like(const LoraPair& p) {
-  return p.defined() ? LoraGrad{Tensor::zeros(p.a.shape()), Tensor::zeros(p.b.shape())} : LoraGrad{};
-}
-AdapterGrads zero_grads(const Adapter& adapter) {
-  AdapterGrads grads;
-  for (LayerLora l : adapter.layers)
-    visit_lora(l, grads.layers.emplace_back(), [](const std::string&, LoraPair& p, LoraGrad& g) { g = zeros_like(p); });
-  return grads;
-}
-
 struct AllocateGradients {
   void operator()(const std::string&, Linear& w, Tensor& g) const { g = Tensor::zeros({w.out, w.in}); }
   void operator()(const std::string&, Tensor& w, Tensor& g) const { g = Tensor::zeros(w.shape()); }

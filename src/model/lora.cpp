@@ -9,4 +9,13 @@ const std::vector<std::string>& lora_targets() {
   return names;
 }
 
+AdapterGrads zero_grads(const Adapter& adapter) {
+  AdapterGrads grads;
+  for (LayerLora layer : adapter.layers)
+    visit_lora(layer, grads.layers.emplace_back(), [](const std::string&, LoraPair& p, LoraGrad& g) {
+      if (p.defined()) g = {Tensor::zeros(p.a.shape()), Tensor::zeros(p.b.shape())};
+    });
+  return grads;
+}
+
 }  // namespace plumb

@@ -31,6 +31,7 @@ struct Adapter {
 struct AdapterGrads {
   std::vector<LayerLoraGrad> layers;
 };
+AdapterGrads zero_grads(const Adapter& adapter);  // for all of its pairs, in the host's memory
 
 // Which adapter each row of a batch uses. Rows that are in no part use the base model.
 struct AdapterBatch {

@@ -90,18 +90,6 @@ void check_direction(const Tensor& x, const Tensor& grad, const std::function<do
   EXPECT_NEAR(slope, expected, 3e-7 / step + 0.01 * norm) << name << " norm " << norm;
 }
 
-AdapterGrads zero_grads(Adapter& adapter) {
-  AdapterGrads g;
-  g.layers.resize(adapter.layers.size());
-  for (size_t l = 0; l < adapter.layers.size(); ++l)
-    visit_lora(adapter.layers[l], g.layers[l], [](const std::string&, LoraPair& p, LoraGrad& lg) {
-      if (!p.defined()) return;
-      lg.a = Tensor::zeros(p.a.shape());
-      lg.b = Tensor::zeros(p.b.shape());
-    });
-  return g;
-}
-
 TEST(Backward, AdapterGradients) {
   Problem p = make_problem(1);
   auto adapter = random_adapter(p.model->model, 3, 2);

@@ -13,15 +13,6 @@ using testing::random_adapter;
 using testing::StandInDevice;
 using testing::tiny_config;
 
-AdapterGrads zero_grads(const Adapter& adapter) {
-  AdapterGrads grads;
-  for (LayerLora layer : adapter.layers)
-    visit_lora(layer, grads.layers.emplace_back(), [](const std::string&, LoraPair& p, LoraGrad& g) {
-      if (p.defined()) g = {Tensor::zeros(p.a.shape()), Tensor::zeros(p.b.shape())};
-    });
-  return grads;
-}
-
 // a [r, in], b [out, r] against the same with more ranks, all zero.
 void expect_padded(const LoraPair& device, const LoraPair& host, int rank) {
   const Tensor a = to_host(device.a), b = to_host(device.b);

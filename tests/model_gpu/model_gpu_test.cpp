@@ -300,18 +300,8 @@ TEST(ModelGpu, GradientsOfEachLayerAgreeWithTheCpu) {
   keep.keep_streams = true;
   const std::vector<Tensor> streams = forward(*models().gpu, one.plan, keep).streams;
   const auto adapter = flash_adapter(c, 4, 10);
-  const auto zero_grads = [&] {
-    AdapterGrads grads;
-    for (LayerLora layer : adapter->layers) {
-      LayerLoraGrad& g = grads.layers.emplace_back();
-      visit_lora(layer, g, [](const std::string&, LoraPair& p, LoraGrad& grad) {
-        if (p.defined()) grad = {Tensor::zeros(p.a.shape()), Tensor::zeros(p.b.shape())};
-      });
-    }
-    return grads;
-  };
   for (int layer = 0; layer < c.num_hidden_layers; ++layer) {
-    AdapterGrads cpu_grads = zero_grads(), gpu_grads = zero_grads();
+    AdapterGrads cpu_grads = zero_grads(*adapter), gpu_grads = zero_grads(*adapter);
     const AdapterBatch cpu_batch = one_adapter(adapter, &cpu_grads), gpu_batch = one_adapter(adapter, &gpu_grads);
     DeviceAdapters device_batch(gpu_batch);
     device_batch.begin_gradients();

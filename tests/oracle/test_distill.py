@@ -4,13 +4,13 @@ is killed ends with the same adapter; teachers that do not fit are refused."""
 import json
 import os
 import pathlib
-import random
 import shutil
-import signal
 import subprocess
 import time
 
 import pytest
+
+from kills import kill_often
 
 PLUMB = os.environ["PLUMB"]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -87,16 +87,7 @@ def test_killed_at_any_instant_it_ends_with_the_same_bits(tmp_path, teacher):
     began = time.monotonic()
     plumb(*command(file, teacher, whole, **values))
     took = time.monotonic() - began
-    draw = random.Random(4)
-    for _ in range(6):
-        process = subprocess.Popen([PLUMB, *map(str, command(file, teacher, killed, **values))], cwd=ROOT,
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            process.wait(timeout=draw.uniform(0.1, 0.6) * took)
-            break
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
+    kill_often([PLUMB, *map(str, command(file, teacher, killed, **values))], ROOT, took, times=6, seed=4)
     plumb(*command(file, teacher, killed, **values))
     name = "checkpoints/step_000006/trainer_state.safetensors"
     assert (whole / name).read_bytes() == (killed / name).read_bytes()

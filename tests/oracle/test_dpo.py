@@ -4,14 +4,14 @@ what it learns, that a run that is killed ends with the same bits, epochs, error
 import json
 import os
 import pathlib
-import random
-import signal
 import subprocess
 import time
 
 import numpy as np
 import pytest
 import torch
+
+from kills import kill_often
 
 PLUMB = os.environ["PLUMB"]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -93,15 +93,7 @@ def test_killed_at_any_instant_it_ends_with_the_same_bits(tmp_path):
     lines, _ = run(whole, **values)
     took = time.monotonic() - began
     assert len(lines) == 14 and lines[-1]["pairs"] == 5 and lines[-1]["epoch"] == 2  # 96 pairs of both epochs, by sevens
-    draw = random.Random(2)
-    for _ in range(6):
-        process = subprocess.Popen(command(killed, **values), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            process.wait(timeout=draw.uniform(0.1, 0.6) * took)
-            break
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
+    kill_often(command(killed, **values), ROOT, took, times=6, seed=2)
     again, _ = run(killed, **values)
     name = "checkpoints/step_000014/"
     for file in ("adapter_model.safetensors", "trainer_state.safetensors", "trainer_state.json"):

@@ -11,6 +11,8 @@ import time
 
 import pytest
 
+from kills import kill_often
+
 PLUMB = os.environ["PLUMB"]
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -195,16 +197,7 @@ def test_turns_with_an_environment_are_trained_and_survive_kills(tmp_path):
     assert {s["turns"] for s in samples} >= {1, 2}
     for s in samples:  # replies stand between the answers, without log-probability
         assert (None in s["logprobs"]) == (s["turns"] > 1)
-    draw = random.Random(1)
-    for _ in range(6):
-        process = subprocess.Popen(start + ["--set", f"output.dir={killed}"], cwd=ROOT, stdout=subprocess.DEVNULL,
-                                   stderr=subprocess.DEVNULL)
-        try:
-            process.wait(timeout=draw.uniform(0.1, 0.6) * took)
-            break
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-            process.wait()
+    kill_often(start + ["--set", f"output.dir={killed}"], ROOT, took, times=6, seed=1)
     subprocess.run(start + ["--set", f"output.dir={killed}"], cwd=ROOT, check=True, capture_output=True)
     assert adapter(killed, 3) == adapter(whole, 3)
     assert (whole / "samples.jsonl").read_bytes() == (killed / "samples.jsonl").read_bytes()
