@@ -68,22 +68,29 @@ constexpr Kind kKinds[] = {{"window", 0}, {"CSA", 3}, {"HCA", 2}};
 
 class LayerStep {
  public:
-  LayerStep(WeightStore& weights, const AdapterBatch& adapters, int layer, int rows)
+  LayerStep(WeightStore& weights, const AdapterBatch& adapters, int layer, int rows, Keep keep)
       : plan_(plan_documents(plan_shape(weights.config()), {tokens(weights.config(), rows)})),
         ctx_(make_context(weights.config(), plan_, Numerics::released, Space::device)),
         lease_(weights.acquire(layer)),
-        layer_(layer) {
+        layer_(layer),
+        keep_(keep) {
     ForwardOptions o;
-    o.keep_streams = true;
+    o.keep = Keep::streams;
     streams_ = forward(weights, plan_, o).streams[layer];
     ctx_.adapters = &adapters;
   }
   LayerStep(const LayerStep&) = delete;
   void run() const {
-    layer_forward(ctx_, *lease_, layer_, streams_);
+    LayerOutputs outputs;
+    {
+      LayerSaved s;
+      layer_forward(ctx_, *lease_, layer_, streams_, s);
+      if (keep_ == Keep::outputs) outputs = outputs_of(s);
+    }
+    const LayerSaved s = recompute_layer(ctx_, *lease_, layer_, streams_, outputs, {});
     LayerGrads frozen;
     AuxiliaryResults results;
-    layer_backward(ctx_, *lease_, layer_, streams_, streams_, frozen, {}, results);  // any gradient will do
+    layer_backward(ctx_, *lease_, layer_, streams_, streams_, frozen, {}, results, s);  // any gradient will do
   }
 
  private:
@@ -91,6 +98,7 @@ class LayerStep {
   PassContext ctx_;
   LayerLease lease_;
   int layer_;
+  Keep keep_;
   Tensor streams_;
 };
 
@@ -105,25 +113,29 @@ double layer_time(const LayerStep& step) {
   return best;
 }
 
+void measure_kinds(WeightStore& weights, const AdapterBatch& adapters, int rows, Keep keep, Json& figures) {
+  const std::string with_rows =
+      ", forward and backward, " + std::to_string(rows) + " rows" + (keep == Keep::outputs ? ", outputs kept" : "");
+  std::map<std::string, double> time;
+  for (const Kind& kind : kKinds) {
+    time[kind.name] = layer_time({weights, adapters, kind.layer, rows, keep});
+    report(figures, std::string("one ") + kind.name + " layer" + with_rows, time[kind.name], "ms");
+  }
+  const ModelConfig whole = preset("flash");
+  double sum = 0;
+  for (int layer = 0; layer < whole.num_hidden_layers; ++layer)
+    sum += time[whole.kind(layer) == LayerKind::window ? "window"
+                : whole.kind(layer) == LayerKind::csa  ? "CSA"
+                                                       : "HCA"];
+  report(figures, "mean over the layers of Flash" + with_rows, sum / whole.num_hidden_layers, "ms");
+  report(figures, "all layers of Flash" + with_rows, rows / sum * 1e3, "tokens/s");
+}
+
 void measure_layers(WeightStore& weights, Trained& trained, Json& figures) {
   DeviceAdapters adapters(trained.batch);
   adapters.begin_gradients();
-  const ModelConfig whole = preset("flash");
-  for (int rows : {4096, 8192, 16384}) {
-    const std::string with_rows = ", forward and backward, " + std::to_string(rows) + " rows";
-    std::map<std::string, double> time;
-    for (const Kind& kind : kKinds) {
-      time[kind.name] = layer_time({weights, adapters.batch(), kind.layer, rows});
-      report(figures, std::string("one ") + kind.name + " layer" + with_rows, time[kind.name], "ms");
-    }
-    double sum = 0;
-    for (int layer = 0; layer < whole.num_hidden_layers; ++layer)
-      sum += time[whole.kind(layer) == LayerKind::window ? "window"
-                  : whole.kind(layer) == LayerKind::csa  ? "CSA"
-                                                         : "HCA"];
-    report(figures, "mean over the layers of Flash" + with_rows, sum / whole.num_hidden_layers, "ms");
-    report(figures, "all layers of Flash" + with_rows, rows / sum * 1e3, "tokens/s");
-  }
+  for (int rows : {4096, 8192, 16384})
+    for (Keep keep : {Keep::streams, Keep::outputs}) measure_kinds(weights, adapters.batch(), rows, keep, figures);
 }
 
 // What a pass adds to that: the adapters on their way to the GPU, and their gradients on the way back.
@@ -154,7 +166,7 @@ Step training_step(WeightStore& weights, const AdapterBatch* adapters, int rows)
   const std::vector<int> target = tokens(c, rows);
   ForwardOptions o;
   o.adapters = adapters;
-  o.keep_streams = adapters != nullptr;
+  if (adapters) o.keep = Keep::streams;
   Step best;
   for (int round = 0; round < 4; ++round) {
     auto start = Clock::now();
@@ -254,7 +266,7 @@ int profile_step(const std::string& name, int rows) {
   Trained trained(weights->config());
   DeviceAdapters adapters(trained.batch);
   adapters.begin_gradients();
-  const LayerStep step(*weights, adapters.batch(), kind->layer, rows);
+  const LayerStep step(*weights, adapters.batch(), kind->layer, rows, Keep::outputs);
   step.run();
   milliseconds_since(Clock::now());
   cudaProfilerStart();

@@ -94,7 +94,7 @@ struct Bench {
     ForwardOptions o;
     o.numerics = Numerics::fp32;
     o.adapters = adapters;
-    o.keep_streams = o.keep_layers = gradients != nullptr;
+    if (gradients) o.keep = Keep::all;
     const ForwardResult r = forward(*weights, plan, o);
     std::vector<int> target(ids.begin() + 1, ids.end());
     target.push_back(0);  // its weight is 0

@@ -110,7 +110,7 @@ void dump(const Arguments& a, ModelSession& s, const std::vector<std::vector<int
     o.numerics = s.numerics;
     o.adapters = s.adapter ? &adapters : nullptr;
     o.taps = a.dump_layers.empty() ? nullptr : &taps;
-    o.keep_streams = !a.dump_layers.empty();
+    if (!a.dump_layers.empty()) o.keep = Keep::streams;
     const ForwardResult result =
         forward(*s.weights, plan_documents(plan_shape(s.weights->config()), {documents[d]}), o);
     if (!a.dump_logits.empty())

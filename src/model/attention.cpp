@@ -108,9 +108,9 @@ Tensor as_table(const KeyLists& lists) {
   return table;
 }
 
-// Fills the compressed half of the key buffer. -> the entries that each row attends to
+// Fills the compressed half of the key buffer. -> the entries that each row attends to, which may be known
 ops::RowLists compressed_keys(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& x,
-                              LayerCache* cache, AttentionSaved& s) {
+                              LayerCache* cache, const ops::RowLists& known, AttentionSaved& s) {
   const ops::Compression& plan = compression(ctx, w.kind);
   const Tensor e = compress(ctx, w.attn.compressor, plan, x, lora_of(ctx, layer, &LayerLora::compressor_wkv),
                             lora_of(ctx, layer, &LayerLora::compressor_wgate), kMain,
@@ -118,6 +118,7 @@ ops::RowLists compressed_keys(const PassContext& ctx, const LayerWeights& w, int
   put(ctx, "ckv", layer, rows_of(e));
   ops::copy_rows(e, {{}, plan.slot, ctx.plan.key_rows}, s.keys);
   if (w.kind == LayerKind::hca) return plan.attended;
+  if (known.begin.defined()) return s.selected = known;
   index_queries(ctx, w.attn.indexer, x, s.qr, s);
   const Tensor k =
       compress(ctx, w.attn.indexer.compressor, plan, x, {}, {}, kIndex, cache ? &cache->index_pending_kv : nullptr,
@@ -150,7 +151,8 @@ void indexer_backward(const PassContext& ctx, const LayerWeights& w, const Atten
 
 }  // namespace
 
-Tensor attention_forward(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& x, AttentionSaved& s) {
+Tensor attention_forward(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& x, AttentionSaved& s,
+                         const LayerOutputs& known) {
   const ModelConfig& c = ctx.config;
   const Numerics n = ctx.numerics;
   LayerCache* cache = ctx.cache ? &ctx.cache->at(layer) : nullptr;
@@ -173,11 +175,16 @@ Tensor attention_forward(const PassContext& ctx, const LayerWeights& w, int laye
   ops::copy_rows(kv, {{}, ctx.tensors.key_slot}, s.keys);
   s.lists = w.kind == LayerKind::window
                 ? ctx.tensors.window
-                : ops::merge_keys(ctx.tensors.window, compressed_keys(ctx, w, layer, x, cache, s), ctx.plan.key_rows);
+                : ops::merge_keys(ctx.tensors.window, compressed_keys(ctx, w, layer, x, cache, known.selected, s),
+                                  ctx.plan.key_rows);
 
   // One softmax over window, entries and sink; rotation back; grouped projection; output.
   s.core = ops::rotated_attention(s.q, s.keys, s.lists, w.attn.sink, rotary(ctx, w.kind), n);
   put(ctx, "o", layer, s.core.core.o);
+  if (known.a.defined()) {
+    s.u = known.u;
+    return known.a;
+  }
   s.u = ops::grouped_output(s.core.turned, {w.attn.wo_a, w.wo_a_group}, lora_of(ctx, layer, &LayerLora::wo_a),
                             {n, Point::out_wo_a});
   return ops::linear(s.u, w.attn.wo_b, lora_of(ctx, layer, &LayerLora::wo_b), {n, Point::act_wo_b, Point::out_wo_b});

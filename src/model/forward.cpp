@@ -80,11 +80,13 @@ ForwardResult forward(WeightStore& weights, const SequencePlan& plan, const Forw
   Tensor streams = ops::embed(weights.outer().embed, ctx.tensors.token, c.hc_mult);  // [T, n, d]
   for (int layer = 0; layer < c.num_hidden_layers; ++layer) {
     LayerLease lease = weights.acquire(layer);
-    if (o.keep_streams) result.streams.push_back(streams);
-    LayerSaved* keep = o.keep_layers ? &result.layers.emplace_back() : nullptr;
-    streams = layer_forward(ctx, *lease, layer, streams, keep);  // [T, n, d]
+    if (o.keep != Keep::nothing) result.streams.push_back(streams);
+    LayerSaved s;
+    streams = layer_forward(ctx, *lease, layer, streams, s, o.keep == Keep::all);  // [T, n, d]
+    if (o.keep == Keep::outputs) result.outputs.push_back(outputs_of(s));
+    if (o.keep == Keep::all) result.layers.push_back(std::move(s));
   }
-  if (o.keep_streams) result.streams.push_back(streams), result.adapters = pass.adapters;
+  if (o.keep != Keep::nothing) result.streams.push_back(streams), result.adapters = pass.adapters;
 
   result.hidden = ops::head_input(ops::gather_rows(streams, ctx.tensors.wanted), head_weights(weights.outer()),
                                   hyper_options(c), o.numerics);  // [wanted, d]
@@ -112,9 +114,13 @@ AuxiliaryResults backward(WeightStore& weights, const SequencePlan& plan, const 
   const int first = first_trained_layer(o, g, c.num_hidden_layers);
   for (int layer = c.num_hidden_layers - 1; layer >= first; --layer) {
     LayerLease lease = weights.acquire(layer);
-    d_streams = layer_backward(ctx, *lease, layer, result.streams[layer], d_streams,
-                               g.layers.empty() ? frozen : g.layers[layer], aux, results,
-                               result.layers.empty() ? nullptr : &result.layers[layer]);
+    const Tensor& input = result.streams[layer];
+    LayerSaved recomputed;
+    if (result.layers.empty())
+      recomputed = recompute_layer(ctx, *lease, layer, input,
+                                   result.outputs.empty() ? LayerOutputs{} : result.outputs[layer], aux);
+    d_streams = layer_backward(ctx, *lease, layer, input, d_streams, g.layers.empty() ? frozen : g.layers[layer], aux,
+                               results, result.layers.empty() ? recomputed : result.layers[layer]);
   }
 
   if (g.outer.embed.defined()) ops::embed_backward(d_streams, ctx.tensors.token, g.outer.embed);
@@ -201,7 +207,8 @@ Tensor mtp_forward(WeightStore& weights, int j, const MtpInput& input, const Ten
   MtpSaved s;
   mtp_input(ctx, weights.outer().embed, w, Tensor::of(input.source_row), last, s);
   LayerLease lease = weights.acquire(c.num_hidden_layers + j);
-  const Tensor streams = layer_forward(ctx, *lease, c.num_hidden_layers + j, s.x);
+  LayerSaved unkept;
+  const Tensor streams = layer_forward(ctx, *lease, c.num_hidden_layers + j, s.x, unkept);
   return ops::head_input(streams, head_weights(w), hyper_options(c), o.numerics);
 }
 
@@ -223,10 +230,11 @@ void mtp_backward(WeightStore& weights, int j, const MtpInput& input, const Tens
   MtpSaved s;
   mtp_input(ctx, weights.outer().embed, w, source_row, last, s);
   LayerLease lease = weights.acquire(layer);
-  const Tensor streams = layer_forward(ctx, *lease, layer, s.x);
+  LayerSaved block;
+  const Tensor streams = layer_forward(ctx, *lease, layer, s.x, block, true);
   const Tensor d_streams =
       ops::head_input_backward(d_hidden, streams, head_weights(w), hyper_options(c), o.numerics, g.hc_head, g.norm);
-  const Tensor d_x = layer_backward(ctx, *lease, layer, s.x, d_streams, g.block, aux, results);
+  const Tensor d_x = layer_backward(ctx, *lease, layer, s.x, d_streams, g.block, aux, results, block);
 
   Tensor d_e = ops::linear_backward(ops::sum_copies(d_x), s.e, w.e_proj, {}, points, {}, g.e_proj);
   d_e = ops::rms_norm_backward(d_e, s.e_raw, w.enorm, eps, g.enorm);

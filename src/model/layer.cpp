@@ -45,12 +45,14 @@ ops::MixtureLora mixture_lora(const PassContext& ctx, int layer) {
   return {expert_lora(ctx, layer), shared_lora(ctx, layer)};
 }
 
-// s.in_ffn.x [T,d] -> [T,d], spec 3.8: routed experts and the shared one.
-Tensor moe_forward(const PassContext& ctx, const LayerWeights& w, int layer, LayerSaved& s, bool keep_hidden) {
+// s.in_ffn.x [T,d] -> [T,d], spec 3.8: routed experts and the shared one. known: the result, or undefined.
+Tensor moe_forward(const PassContext& ctx, const LayerWeights& w, int layer, LayerSaved& s, bool keep_hidden,
+                   const Tensor& known) {
   const Tensor& x = s.in_ffn.x;
   const auto forced = ctx.replay.find(layer);
   s.routing = ops::route(x, ctx.tensors.token, w.router, router_options(ctx.config),
                          forced == ctx.replay.end() ? Tensor() : forced->second);
+  if (known.defined()) return known;
   return ops::mixture(x, s.routing, mixture_weights(ctx, w), mixture_lora(ctx, layer), ctx.numerics,
                       keep_hidden ? &s.experts : nullptr);
 }
@@ -86,12 +88,12 @@ Tensor moe_backward(const PassContext& ctx, const LayerWeights& w, int layer, co
 // One layer, spec 3.0, up to the mixing at its end: two halves, each between a contraction of the streams and their
 // mixing.
 void run_layer(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& streams, LayerSaved& s,
-               bool keep_hidden) {
+               bool keep_hidden, const LayerOutputs& known = {}) {
   const HyperOptions hc = hyper_options(ctx.config);
   s.in_attn = ops::enter_sublayer(streams, {w.hc_attn, w.attn_norm}, hc, ctx.numerics);
-  s.a = attention_forward(ctx, w, layer, s.in_attn.x, s.attn);
+  s.a = attention_forward(ctx, w, layer, s.in_attn.x, s.attn, known);
   s.mid = ops::pass_boundary(s.a, streams, s.in_attn.mix, {w.hc_ffn, w.ffn_norm}, hc, ctx.numerics, s.in_ffn);
-  s.f = moe_forward(ctx, w, layer, s, keep_hidden);
+  s.f = moe_forward(ctx, w, layer, s, keep_hidden, known.f);
 }
 
 void tap_layer(const PassContext& ctx, int layer, const LayerSaved& s, const Tensor& next) {
@@ -147,24 +149,28 @@ std::vector<LoraGrad> lora_grads_of(const PassContext& ctx, int layer, LoraPair 
   return list;
 }
 
-Tensor layer_forward(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& streams,
-                     LayerSaved* keep) {
-  LayerSaved unkept;
-  LayerSaved& s = keep ? *keep : unkept;
-  run_layer(ctx, w, layer, streams, s, keep != nullptr);
+Tensor layer_forward(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& streams, LayerSaved& s,
+                     bool keep_hidden) {
+  run_layer(ctx, w, layer, streams, s, keep_hidden);
   Tensor next = ops::leave_sublayer(s.f, s.mid, s.in_ffn.mix, ctx.numerics);
   tap_layer(ctx, layer, s, next);
   return next;
 }
 
+LayerOutputs outputs_of(const LayerSaved& s) { return {s.attn.selected, s.attn.u, s.a, s.f}; }
+
+LayerSaved recompute_layer(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& streams,
+                           LayerOutputs known, const AuxiliaryLosses& aux) {
+  if (aux.indexer.coefficient != 0) known.selected = {};  // its loss needs the indexer's queries and keys
+  LayerSaved s;
+  run_layer(ctx, w, layer, streams, s, true, known);
+  return s;
+}
+
 Tensor layer_backward(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& streams,
                       const Tensor& d_next, LayerGrads& grads, const AuxiliaryLosses& aux, AuxiliaryResults& results,
-                      const LayerSaved* kept) {
+                      const LayerSaved& s) {
   const HyperOptions hc = hyper_options(ctx.config);
-  LayerSaved recomputed;
-  if (!kept) run_layer(ctx, w, layer, streams, recomputed, true);
-  const LayerSaved& s = kept ? *kept : recomputed;
-
   ops::LeaveGrad leave = ops::leave_sublayer_backward(d_next, s.f, s.mid, s.in_ffn.mix);
   Tensor d_x = moe_backward(ctx, w, layer, s, leave.d_out, grads, aux, results);
   const Tensor d_mid = ops::enter_sublayer_backward(d_x, leave, s.mid, {w.hc_ffn, w.ffn_norm}, hc, s.in_ffn,

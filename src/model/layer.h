@@ -85,21 +85,34 @@ struct LayerSaved {  // what the backward pass of a layer needs
   Tensor f;  // [T,d] output of the experts
 };
 
-// x [T,d] (normed) -> [T,d].
-Tensor attention_forward(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& x, AttentionSaved& s);
+// What a layer made that is dear to compute and small: with it a recomputation leaves out the indexer, wo_a, wo_b and
+// the whole mixture (whose backward pass makes its hidden rows itself).
+struct LayerOutputs {
+  ops::RowLists selected;  // kind csa
+  Tensor u;                // [T, g*d_g] output of wo_a
+  Tensor a, f;             // [T,d] outputs of the two halves
+};
+
+// x [T,d] (normed) -> [T,d]. known: outputs of an earlier run with the same input, or empty.
+Tensor attention_forward(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& x, AttentionSaved& s,
+                         const LayerOutputs& known = {});
 // -> dx [T,d]. grads may have undefined members (frozen).
 Tensor attention_backward(const PassContext& ctx, const LayerWeights& w, int layer, const AttentionSaved& s,
                           const Tensor& d_out, LayerGrads& grads, const AuxiliaryLosses& aux,
                           AuxiliaryResults& results);
 
-// streams [T,n,d] -> [T,n,d]; keep: filled for layer_backward, or nullptr
-Tensor layer_forward(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& streams,
-                     LayerSaved* keep = nullptr);
-// Goes back through the layer. -> gradient of the input streams. kept: what layer_forward kept, or nullptr: the layer
-// is recomputed from its input streams first (the same bits).
+// streams [T,n,d] -> [T,n,d]. s: what the layer made; enough for layer_backward if keep_hidden.
+Tensor layer_forward(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& streams, LayerSaved& s,
+                     bool keep_hidden = false);
+LayerOutputs outputs_of(const LayerSaved& s);
+// What the backward pass needs, computed again from the input streams: the same bits. known: from the layer's forward
+// pass, or empty.
+LayerSaved recompute_layer(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& streams,
+                           LayerOutputs known, const AuxiliaryLosses& aux);
+// Goes back through the layer. -> gradient of the input streams. s: from layer_forward or recompute_layer.
 Tensor layer_backward(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& streams,
                       const Tensor& d_next, LayerGrads& grads, const AuxiliaryLosses& aux, AuxiliaryResults& results,
-                      const LayerSaved* kept = nullptr);
+                      const LayerSaved& s);
 
 HyperOptions hyper_options(const ModelConfig& config);
 

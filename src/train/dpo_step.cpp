@@ -55,7 +55,6 @@ std::vector<double> accumulate_dpo_gradients(Trainee& t, const RlRows& rows, Num
   ForwardOptions o;
   o.numerics = numerics;
   o.adapters = t.adapter ? &t.adapters : nullptr;
-  o.keep_streams = true;
   const double pairs = static_cast<double>(reference.size()) / 2;
   // The gradient of an answer needs the log-probability of the other one, which is usually in the same row.
   std::vector<double> policy(reference.size(), std::numeric_limits<double>::quiet_NaN());
@@ -64,7 +63,7 @@ std::vector<double> accumulate_dpo_gradients(Trainee& t, const RlRows& rows, Num
 
   const Linear& head = t.weights->outer().head;
   for (const RlRow& row : rows.rows) {
-    o.keep_layers = keeps_layers(t.weights->config(), row.plan.rows());
+    o.keep = kept_of(t.weights->config(), row.plan.rows());
     const ForwardResult r = forward(*t.weights, row.plan, o);
     sum_answers(row, ops::head_logprobs(r.hidden, head, row.target), policy);
     Tensor d_logprob = Tensor::empty({r.hidden.size(0)});

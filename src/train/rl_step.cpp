@@ -165,8 +165,7 @@ RlStepResult accumulate_rl_gradients(Trainee& t, const std::vector<RlRow>& rows,
   for (const RlRow& row : rows) {
     const Tensor taught = teacher ? teacher_hidden(*teacher, row, numerics) : Tensor();
     ForwardOptions o = forward_options(adapters, numerics, row);
-    o.keep_streams = true;
-    o.keep_layers = keeps_layers(t.weights->config(), row.plan.rows());
+    o.keep = kept_of(t.weights->config(), row.plan.rows());
     const ForwardResult r = forward(*t.weights, row.plan, o);
     const Tensor logprob = ops::head_logprobs(r.hidden, head, row.target);
     const RlLoss loss = rl_loss(options, row.tokens, logprob.f32(), kl.mean(), scale);

@@ -30,11 +30,10 @@ class Accumulator {
       : t_(trainee), weights_(weights), totals_(totals) {
     options_.numerics = numerics;
     options_.adapters = t_.adapter ? &t_.adapters : nullptr;
-    options_.keep_streams = true;
   }
 
   void add(const TrainRow& row, const MtpRow* mtp) {
-    options_.keep_layers = keeps_layers(t_.weights->config(), row.plan.rows());
+    options_.keep = kept_of(t_.weights->config(), row.plan.rows());
     const Linear& head = t_.weights->outer().head;
     const ForwardResult result = forward(*t_.weights, row.plan, options_);
     const Tensor d_logprob = Tensor::full({result.hidden.size(0)}, -1.0f / static_cast<float>(totals_.trained));
@@ -100,9 +99,9 @@ class Accumulator {
 
 }  // namespace
 
-bool keeps_layers(const ModelConfig& config, int64_t rows) {
+Keep kept_of(const ModelConfig& config, int64_t rows) {
   constexpr int64_t kKeptBytes = int64_t{2} << 30;
-  return kept_layer_bytes(config, rows) <= kKeptBytes;
+  return kept_layer_bytes(config, rows) <= kKeptBytes ? Keep::all : Keep::outputs;
 }
 
 StepLosses accumulate_gradients(Trainee& trainee, const std::vector<TrainRow>& rows, Numerics numerics,

@@ -25,9 +25,8 @@ struct StepLosses {
   std::vector<std::vector<int64_t>> expert_rows;  // [layer][expert] rows routed to it
 };
 
-// Whether what the layers of a row compute is kept for the backward pass (up to 2 GiB); beyond, they are recomputed,
-// for a third more time.
-bool keeps_layers(const ModelConfig& config, int64_t rows);
+// What the layers of a row keep for the backward pass: all up to 2 GiB, beyond that their outputs.
+Keep kept_of(const ModelConfig& config, int64_t rows);
 
 // Adds the gradient of loss + weighted further losses to the trainee's gradients. Error: there is no trained token.
 StepLosses accumulate_gradients(Trainee& trainee, const std::vector<TrainRow>& rows, Numerics numerics,

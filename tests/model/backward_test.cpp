@@ -38,7 +38,7 @@ Problem make_problem(uint64_t seed) {
   p.documents = {random_tokens(c, 23, seed), random_tokens(c, 35, seed + 1)};
   p.plan = plan_documents(plan_shape(c), p.documents);
   p.options.numerics = Numerics::fp32;
-  p.options.keep_streams = true;
+  p.options.keep = Keep::streams;
   return p;
 }
 
@@ -273,12 +273,12 @@ TEST(Backward, IndexerGradientsFollowItsLoss) {
     }
 }
 
-// Two runs; and one that keeps what its layers computed instead of recomputing it.
+// Two runs; and some that keep what their layers computed instead of recomputing it.
 TEST(Backward, RepeatsAndKeptLayersGiveTheSameBits) {
   Problem p = make_problem(12);
   p.options.numerics = Numerics::released;
-  auto gradients = [&](bool keep_layers) {
-    p.options.keep_layers = keep_layers;
+  auto gradients = [&](Keep keep) {
+    p.options.keep = keep;
     Gradients g;
     AllGrads all = allocate(*p.model, g);
     const ForwardResult r = forward(*p.model, p.plan, p.options);
@@ -287,8 +287,8 @@ TEST(Backward, RepeatsAndKeptLayersGiveTheSameBits) {
     backward(*p.model, p.plan, p.options, r, d_hidden, {}, g, {});
     return all;
   };
-  const AllGrads a = gradients(false);
-  for (const AllGrads& b : {gradients(false), gradients(true)})
+  const AllGrads a = gradients(Keep::streams);
+  for (const AllGrads& b : {gradients(Keep::streams), gradients(Keep::outputs), gradients(Keep::all)})
     for (size_t i = 0; i < a.list.size(); ++i) {
       const Tensor &one = a.list[i].second.second, &other = b.list[i].second.second;
       EXPECT_EQ(std::memcmp(one.raw(), other.raw(), one.bytes()), 0) << a.list[i].first;

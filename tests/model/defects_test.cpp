@@ -18,7 +18,7 @@ using testing::tiny_config;
 using K = LayerKind;
 
 ForwardResult run(ResidentWeights& m, const std::vector<std::vector<int>>& documents, ForwardOptions o = {}) {
-  o.keep_streams = true;
+  o.keep = Keep::streams;
   return forward(m, plan_documents(plan_shape(m.model), documents), o);
 }
 bool same_bits(const Tensor& a, const Tensor& b) {
@@ -48,13 +48,15 @@ TEST(Defects, LayersRecomputedFromTheirStashHaveTheSameBits) {
   for (Numerics n : {Numerics::fp32, Numerics::bf16, Numerics::released}) {
     ForwardOptions o;
     o.numerics = n;
-    o.keep_streams = true;
+    o.keep = Keep::streams;
     set_thread_count(3);
     const ForwardResult r = forward(*m, plan, o);
     set_thread_count(1);
     const PassContext ctx = make_context(m->model, plan, n);
-    for (int l = 0; l < m->model.num_hidden_layers; ++l)
-      EXPECT_TRUE(same_bits(layer_forward(ctx, m->layers[l], l, r.streams[l]), r.streams[l + 1])) << l;
+    for (int l = 0; l < m->model.num_hidden_layers; ++l) {
+      LayerSaved s;
+      EXPECT_TRUE(same_bits(layer_forward(ctx, m->layers[l], l, r.streams[l], s), r.streams[l + 1])) << l;
+    }
   }
 }
 

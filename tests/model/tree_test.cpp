@@ -109,7 +109,7 @@ Sums gradients(ResidentWeights& m, Adapter& adapter, const SequencePlan& plan, c
   ForwardOptions o;
   o.numerics = Numerics::fp32;
   o.adapters = &batch;
-  o.keep_streams = true;
+  o.keep = Keep::streams;
   Gradients g;
   g.outer.embed = Tensor::zeros({m.model.vocab_size, m.model.hidden_size});
   const ForwardResult r = forward(m, plan, o);

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -199,7 +200,7 @@ void expect_layer_agrees(int layer, bool with_adapter) {
   const ModelConfig c = flash_config();
   const Case two = documents({tokens(270, 1), tokens(21, 2)});
   ForwardOptions keep = options();
-  keep.keep_streams = true;
+  keep.keep = Keep::streams;
   const Tensor streams = forward(*models().gpu, two.plan, keep).streams[layer], host_streams = to_host(streams);
 
   const AdapterBatch batch = with_adapter ? one_adapter(flash_adapter(c, 4, 3)) : AdapterBatch{};
@@ -210,12 +211,12 @@ void expect_layer_agrees(int layer, bool with_adapter) {
 
   LayerRun cpu, gpu;
   const LayerLease cpu_weights = models().cpu->acquire(layer), gpu_weights = models().gpu->acquire(layer);
-  cpu.next = layer_forward(cpu_ctx, *cpu_weights, layer, host_streams, &cpu.saved);
+  cpu.next = layer_forward(cpu_ctx, *cpu_weights, layer, host_streams, cpu.saved, true);
   gpu_ctx.replay[layer] = to_device(cpu.saved.routing.expert);  // later stages are compared for the same experts
-  gpu.next = layer_forward(gpu_ctx, *gpu_weights, layer, streams, &gpu.saved);
+  gpu.next = layer_forward(gpu_ctx, *gpu_weights, layer, streams, gpu.saved, true);
   gpu_ctx.replay.clear();
   LayerSaved free_choice;
-  layer_forward(gpu_ctx, *gpu_weights, layer, streams, &free_choice);
+  layer_forward(gpu_ctx, *gpu_weights, layer, streams, free_choice);
 
   const auto stage = [&](const char* name, const Tensor& a, const Tensor& b, double bound) {
     const double error = relative_error(a, b);
@@ -297,7 +298,7 @@ TEST(ModelGpu, GradientsOfEachLayerAgreeWithTheCpu) {
   const ModelConfig c = flash_config();
   const Case one = documents({tokens(150, 9)});
   ForwardOptions keep = options();
-  keep.keep_streams = true;
+  keep.keep = Keep::streams;
   const std::vector<Tensor> streams = forward(*models().gpu, one.plan, keep).streams;
   const auto adapter = flash_adapter(c, 4, 10);
   for (int layer = 0; layer < c.num_hidden_layers; ++layer) {
@@ -311,7 +312,7 @@ TEST(ModelGpu, GradientsOfEachLayerAgreeWithTheCpu) {
     const LayerLease cpu_weights = models().cpu->acquire(layer), gpu_weights = models().gpu->acquire(layer);
     const Tensor host_streams = to_host(streams[layer]);
     LayerSaved saved;
-    layer_forward(cpu_ctx, *cpu_weights, layer, host_streams, &saved);
+    layer_forward(cpu_ctx, *cpu_weights, layer, host_streams, saved, true);
     gpu_ctx.replay[layer] = to_device(saved.routing.expert);
 
     const Tensor random_next = Tensor::empty(host_streams.shape());
@@ -321,8 +322,10 @@ TEST(ModelGpu, GradientsOfEachLayerAgreeWithTheCpu) {
     LayerGrads frozen;
     AuxiliaryResults results;
     const Tensor d_cpu =
-        layer_backward(cpu_ctx, *cpu_weights, layer, host_streams, d_cpu_next, frozen, {}, results, &saved);
-    const Tensor d_gpu = layer_backward(gpu_ctx, *gpu_weights, layer, streams[layer], d_gpu_next, frozen, {}, results);
+        layer_backward(cpu_ctx, *cpu_weights, layer, host_streams, d_cpu_next, frozen, {}, results, saved);
+    const LayerSaved again = recompute_layer(gpu_ctx, *gpu_weights, layer, streams[layer], {}, {});
+    const Tensor d_gpu =
+        layer_backward(gpu_ctx, *gpu_weights, layer, streams[layer], d_gpu_next, frozen, {}, results, again);
     device_batch.finish_gradients();
     const double error = relative_error(d_gpu, d_cpu);
     std::printf("layer %d d_streams %.2e\n", layer, error);
@@ -456,7 +459,7 @@ TEST(ModelGpu, ForwardAndBackwardRepeatOnBits) {
       });
     const AdapterBatch batch = one_adapter(adapter, &grads);
     ForwardOptions o = options(&batch);
-    o.keep_streams = true;
+    o.keep = std::array{Keep::streams, Keep::streams, Keep::outputs, Keep::outputs, Keep::all}[repeat];
     const ForwardResult result = forward(*models().gpu, one.plan, o);
     const Tensor d = Tensor::full({140}, -1.0f / 140);
     Tensor logprob;

@@ -40,7 +40,7 @@ void run(const std::string& folder, const std::string& list, const std::string& 
   const SequencePlan plan = plan_documents(plan_shape(c), {ids});
   ForwardOptions o;
   o.numerics = numerics_from_name(numerics);
-  o.keep_streams = true;
+  o.keep = Keep::streams;
   const ForwardResult r = forward(*store, plan, o);
   out.emplace_back("logits", ops::head_logits(r.hidden, store->outer().head));
   const int64_t n = static_cast<int64_t>(ids.size());

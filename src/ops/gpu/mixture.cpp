@@ -162,30 +162,38 @@ Tensor hidden_rows(const Side& s, const Tensor& gate_up, float limit) {
   return hidden;
 }
 
-// -> [rows, d]. saved: becomes what the backward pass needs, or null.
-Tensor side_forward(const Side& s, float limit, ExpertRows* saved) {
+// Up to SwiGLU: what the backward pass needs. second: the adapters' term for w2, if there are any.
+ExpertRows first_half(const Side& s, float limit, LowRankTerm& second) {
   const Quantised in = quantise(s.x, s.source_row);
   const LowRankTerm first = low_rank_forward(s.gate_up, s.input());
+  const int rows = static_cast<int>(s.rows);
+  ExpertRows e{empty({rows, s.outputs()}, DType::bf16), {}, first.t, {}};
+  gl::linear(packed(s.w.w1, s.groups.count), in.activations(), work_list(s.groups, rows, s.outputs()).plan,
+             bf16(e.gate_up), kStream, first.low_rank);
+  if (s.down.empty()) return e;
+  e.hidden = hidden_rows(s, e.gate_up, limit);
+  second = low_rank_forward(s.down, {e.hidden, {}, s.groups, s.rows});
+  e.t_down = second.t;
+  return e;
+}
+
+// -> [rows, d]. saved: becomes what the backward pass needs, or null.
+Tensor side_forward(const Side& s, float limit, ExpertRows* saved) {
   const int hidden = s.outputs() / 2, rows = static_cast<int>(s.rows);
   const Quantised h = empty_quantised(rows, hidden);
-  const gl::Weights w13 = packed(s.w.w1, s.groups.count), w2 = packed(s.w.w2, s.groups.count);
-  const WorkList list = work_list(s.groups, rows, s.outputs());
   LowRankTerm second;
   if (saved || !s.down.empty()) {
-    const Tensor both = empty({rows, s.outputs()}, DType::bf16);
-    gl::linear(w13, in.activations(), list.plan, bf16(both), kStream, first.low_rank);
-    gl::swiglu_quantise(bf16(both), rows, s.outputs(), f32(s.route_weight), limit, bytes(h.values), f32(h.scales),
+    const ExpertRows e = first_half(s, limit, second);
+    gl::swiglu_quantise(bf16(e.gate_up), rows, s.outputs(), f32(s.route_weight), limit, bytes(h.values), f32(h.scales),
                         kStream);
-    Tensor natural;
-    if (!s.down.empty()) {
-      natural = hidden_rows(s, both, limit);
-      second = low_rank_forward(s.down, {natural, {}, s.groups, s.rows});
-    }
-    if (saved) *saved = {both, natural, first.t, second.t};
+    if (saved) *saved = e;
   } else {
-    gl::linear_swiglu(w13, in.activations(), list.plan, f32(s.route_weight), limit, bytes(h.values), f32(h.scales),
-                      kStream, first.low_rank);
+    const Quantised in = quantise(s.x, s.source_row);
+    const LowRankTerm first = low_rank_forward(s.gate_up, s.input());
+    gl::linear_swiglu(packed(s.w.w1, s.groups.count), in.activations(), work_list(s.groups, rows, s.outputs()).plan,
+                      f32(s.route_weight), limit, bytes(h.values), f32(h.scales), kStream, first.low_rank);
   }
+  const gl::Weights w2 = packed(s.w.w2, s.groups.count);
   Tensor y = empty({rows, s.w.w2.out}, DType::bf16);
   gl::linear(w2, h.activations(), work_list(s.groups, rows, s.w.w2.out).plan, bf16(y), kStream, second.low_rank);
   return y;
@@ -196,10 +204,12 @@ struct SideGrads {
   std::vector<LoraGrad> gate_up, down;
 };
 
-// dy [rows, d] of the side's rows -> dx of the side's rows. d_route [rows]: gradient of the route weights, or
-// undefined.
-Tensor side_backward(const Side& s, const Tensor& dy, const ExpertRows& saved, float limit, const SideGrads& grads,
+// dy [rows, d] of the side's rows -> dx of the side's rows. saved: of the forward pass, or empty. d_route [rows]:
+// gradient of the route weights, or undefined.
+Tensor side_backward(const Side& s, const Tensor& dy, ExpertRows saved, float limit, const SideGrads& grads,
                      const Tensor& d_route) {
+  LowRankTerm unused;
+  if (!saved.gate_up.defined()) saved = first_half(s, limit, unused);
   const int rows = static_cast<int>(s.rows), n = s.outputs();
   const LoraRowsIn out{dy, {}, s.groups, s.rows};
   const LowRankTerm back2 = low_rank_backward(s.down, out);
@@ -280,8 +290,8 @@ RoutedBackward mixture_backward(const Tensor& d_sum, const Tensor& x, const Rout
                                 const MixtureLora& lora, Numerics, const MixtureGrads& grads,
                                 const MixtureSaved& saved) {
   if (!grads.experts.empty() || grads.shared.w1.defined()) not_on_gpu("training of the experts' base weights");
-  PLUMB_CHECK(saved.routed_rows.gate_up.defined());
-  const SortedPairs& pairs = saved.pairs;
+  const SortedPairs pairs =
+      saved.pairs.first_row.defined() ? saved.pairs : sort_pairs(r, static_cast<int64_t>(w.experts.size()));
   const Side routed = routed_side(x, pairs, w, lora);
   const Tensor dy = empty({routed.rows, x.size(1)}, DType::bf16), d_route = zeros({routed.rows}, DType::f32);
   kernels::rows::copy(d_sum.raw(), i32(pairs.source_row), dy.raw(), nullptr, static_cast<int>(routed.rows),
