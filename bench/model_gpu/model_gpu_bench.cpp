@@ -1,5 +1,5 @@
 // Layers of Flash's shape with 256 experts on one GPU: a training step of one layer of each kind, with adapters of rank
-// 8 on all targets; a pass of four layers with what travels between host and GPU; decoding steps.
+// 8 on all targets; a step of the trainer with four layers; decoding steps.
 //
 // usage: model_gpu_bench [RESULT.json]
 //        model_gpu_bench --step window|CSA|HCA ROWS   one training step of a layer between cudaProfilerStart and Stop,
@@ -24,12 +24,13 @@
 #include "model/forward.h"
 #include "ops/device.h"
 #include "ops/head.h"
+#include "train/step.h"
 
 namespace plumb {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using Json = nlohmann::ordered_json;
+using Figures = nlohmann::ordered_json;
 
 double milliseconds_since(Clock::time_point start) {
   to_host(to_device(Tensor::full({1}, 0)));  // waits for the device
@@ -42,18 +43,8 @@ std::vector<int> tokens(const ModelConfig& c, int n) {
   return ids;
 }
 
-// An adapter in training.
-struct Trained {
-  explicit Trained(const ModelConfig& c) : adapter(testing::flash_adapter(c, 8, 2)), grads(zero_grads(*adapter)) {
-    batch.parts.push_back({adapter, {}, true, &grads});
-  }
-  std::shared_ptr<Adapter> adapter;
-  AdapterGrads grads;
-  AdapterBatch batch;
-};
-
 // A figure of the result, also said at once.
-void report(Json& figures, const std::string& name, double value, const char* unit) {
+void report(Figures& figures, const std::string& name, double value, const char* unit) {
   std::printf("%-66s %10.3f %s\n", name.c_str(), value, unit);
   figures.push_back({{"name", name}, {"value", value}, {"unit", unit}});
 }
@@ -113,7 +104,7 @@ double layer_time(const LayerStep& step) {
   return best;
 }
 
-void measure_kinds(WeightStore& weights, const AdapterBatch& adapters, int rows, Keep keep, Json& figures) {
+void measure_kinds(WeightStore& weights, const AdapterBatch& adapters, int rows, Keep keep, Figures& figures) {
   const std::string with_rows =
       ", forward and backward, " + std::to_string(rows) + " rows" + (keep == Keep::outputs ? ", outputs kept" : "");
   std::map<std::string, double> time;
@@ -131,61 +122,56 @@ void measure_kinds(WeightStore& weights, const AdapterBatch& adapters, int rows,
   report(figures, "all layers of Flash" + with_rows, rows / sum * 1e3, "tokens/s");
 }
 
-void measure_layers(WeightStore& weights, Trained& trained, Json& figures) {
-  DeviceAdapters adapters(trained.batch);
-  adapters.begin_gradients();
+void measure_layers(WeightStore& weights, const AdapterBatch& adapters, Figures& figures) {
   for (int rows : {4096, 8192, 16384})
-    for (Keep keep : {Keep::streams, Keep::outputs}) measure_kinds(weights, adapters.batch(), rows, keep, figures);
-}
-
-// What a pass adds to that: the adapters on their way to the GPU, and their gradients on the way back.
-void measure_travel(const ModelConfig& c, Trained& trained, Json& figures) {
-  double up = 1e30, back = 1e30;
-  for (int round = 0; round < 3; ++round) {
-    auto start = Clock::now();
-    DeviceAdapters adapters(trained.batch);
-    up = std::min(up, milliseconds_since(start));
-    adapters.begin_gradients();
-    start = Clock::now();
-    adapters.finish_gradients();
-    back = std::min(back, milliseconds_since(start));
-  }
-  report(figures, "adapters of a layer to the GPU", up / c.num_hidden_layers, "ms");
-  report(figures, "gradients of a layer's adapters to the host", back / c.num_hidden_layers, "ms");
+    for (Keep keep : {Keep::streams, Keep::outputs}) measure_kinds(weights, adapters, rows, keep, figures);
 }
 
 // ---- Four layers
 
 // The fastest of some rounds, after one that is not counted.
-struct Step {
-  double forward = 1e30, backward = 1e30;
-};
-Step training_step(WeightStore& weights, const AdapterBatch* adapters, int rows) {
-  const ModelConfig& c = weights.config();
-  const SequencePlan plan = plan_documents(plan_shape(c), {tokens(c, rows)});
-  const std::vector<int> target = tokens(c, rows);
-  ForwardOptions o;
-  o.adapters = adapters;
-  if (adapters) o.keep = Keep::streams;
-  Step best;
+template <class F>
+double fastest(F&& f) {
+  double best = 1e30;
   for (int round = 0; round < 4; ++round) {
-    auto start = Clock::now();
-    const ForwardResult result = forward(weights, plan, o);
-    const double forward_time = milliseconds_since(start);
-    double backward_time = 0;
-    if (adapters) {
-      const Tensor d = Tensor::full({rows}, -1.0f / static_cast<float>(rows));
-      const Tensor d_hidden = ops::head_logprobs_backward(d, result.hidden, weights.outer().head, target, {});
-      Gradients frozen;
-      start = Clock::now();
-      backward(weights, plan, o, result, d_hidden, {}, frozen, {});
-      backward_time = milliseconds_since(start);
-    }
-    if (round == 0) continue;
-    best.forward = std::min(best.forward, forward_time);
-    best.backward = std::min(best.backward, backward_time);
+    const auto start = Clock::now();
+    f();
+    const double time = milliseconds_since(start);
+    if (round > 0) best = std::min(best, time);
   }
   return best;
+}
+
+void measure_passes(WeightStore& weights, Figures& figures) {
+  for (int rows : {4096, 16384}) {
+    const SequencePlan plan = plan_documents(plan_shape(weights.config()), {tokens(weights.config(), rows)});
+    const double time = fastest([&] { forward(weights, plan, {}); });
+    report(figures, "forward pass of four layers, " + std::to_string(rows) + " rows", time, "ms");
+  }
+}
+
+// A step of the trainer: forward pass, head with loss and its gradient, backward pass, norm, clipping, AdamW.
+void measure_training(const std::shared_ptr<WeightStore>& weights, const std::shared_ptr<Adapter>& adapter,
+                      Figures& figures) {
+  const std::unique_ptr<Trainee> trainee = lora_trainee(weights, adapter);
+  Optimizer optimizer(*trainee, {});
+  int64_t step = 0;
+  for (int rows : {4096, 16384}) {
+    TrainRow row;
+    row.documents = {tokens(weights->config(), rows)};
+    row.plan = plan_documents(plan_shape(weights->config()), row.documents);
+    row.target = row.documents[0];
+    const std::string of = " of four layers and the head, " + std::to_string(rows) + " rows, LoRA";
+    report(figures, "training step" + of, fastest([&] {
+             zero_gradients(*trainee);
+             accumulate_gradients(*trainee, {row}, Numerics::released, {});
+             apply_gradients(*trainee, optimizer, 1e-5, 1, ++step, "");
+           }),
+           "ms");
+    report(figures, "norm, clipping and AdamW" + of,
+           fastest([&] { apply_gradients(*trainee, optimizer, 1e-5, 1, ++step, ""); }), "ms");
+  }
+  report(figures, "the adapter of four layers to the host", fastest([&] { host_adapter(*trainee); }), "ms");
 }
 
 // One step of `batch` sequences that have `length` tokens each; host: until all its kernels are launched.
@@ -226,25 +212,22 @@ std::shared_ptr<DeviceWeights> four_layers() {
   return std::make_shared<DeviceWeights>(testing::flash_model(1, c));
 }
 
-Json measure() {
+Figures measure() {
   const auto weights = four_layers();
   const ModelConfig& c = weights->config();
-  Json figures = Json::array();
+  Figures figures = Figures::array();
   const auto start = Clock::now();
   for (int layer = 0; layer < c.num_hidden_layers; ++layer) weights->acquire(layer);
   report(figures, "a layer packed and copied", milliseconds_since(start) / c.num_hidden_layers, "ms");
-  Trained trained(c);
-  measure_layers(*weights, trained, figures);
-  measure_travel(c, trained, figures);
-  for (int rows : {4096, 16384})
-    for (bool lora : {false, true}) {
-      const Step s = training_step(*weights, lora ? &trained.batch : nullptr, rows);
-      const std::string of = " of four layers, " + std::to_string(rows) + " rows" + (lora ? ", LoRA" : "");
-      report(figures, "forward pass" + of, s.forward, "ms");
-      if (lora) report(figures, "backward pass" + of, s.backward, "ms");
-    }
+  const auto adapter = testing::flash_adapter(c, 8, 2);
+  {
+    DeviceAdapter training = train_on_device(*adapter);
+    measure_layers(*weights, {{{training.adapter, {}, true, &training.grads}}}, figures);
+  }
+  measure_passes(*weights, figures);
+  measure_training(weights, adapter, figures);
   AdapterBatch snapshot;
-  snapshot.parts.push_back({trained.adapter, {}, true, nullptr});
+  snapshot.parts.push_back({adapter, {}, true, nullptr});
   for (const AdapterBatch* adapters : std::initializer_list<const AdapterBatch*>{nullptr, &snapshot})
     for (int batch : {1, 16, 64, 256}) {
       const std::string of = "decoding step of four layers, " + std::to_string(batch) + " sequences of 8000 tokens" +
@@ -263,10 +246,9 @@ int profile_step(const std::string& name, int rows) {
     return 2;
   }
   const auto weights = four_layers();
-  Trained trained(weights->config());
-  DeviceAdapters adapters(trained.batch);
-  adapters.begin_gradients();
-  const LayerStep step(*weights, adapters.batch(), kind->layer, rows, Keep::outputs);
+  DeviceAdapter training = train_on_device(*testing::flash_adapter(weights->config(), 8, 2));
+  const AdapterBatch adapters{{{training.adapter, {}, true, &training.grads}}};
+  const LayerStep step(*weights, adapters, kind->layer, rows, Keep::outputs);
   step.run();
   milliseconds_since(Clock::now());
   cudaProfilerStart();
@@ -291,7 +273,7 @@ int main(int argc, char** argv) {
     char date[16];
     const std::time_t now = std::time(nullptr);
     std::strftime(date, sizeof date, "%F", std::gmtime(&now));
-    const plumb::Json all = {
+    const plumb::Figures all = {
         {"name", "model_gpu"},
         {"date", date},
         {"device", device.what},

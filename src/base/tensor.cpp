@@ -119,13 +119,14 @@ Tensor Tensor::full(Shape shape, float value) {
   return t;
 }
 
-Tensor Tensor::over(std::byte* data, Shape shape, DType type, std::shared_ptr<void> owner) {
+Tensor Tensor::over(std::byte* data, Shape shape, DType type, std::shared_ptr<void> owner, Space space) {
   Tensor t;
   t.owner_ = std::move(owner);
   t.data_ = data;
   t.numel_ = numel_of(shape);
   t.shape_ = std::move(shape);
   t.dtype_ = type;
+  t.space_ = space;
   t.shape_known_ = true;
   return t;
 }

@@ -77,7 +77,8 @@ class Tensor {
   static Tensor empty(Shape shape, DType type = DType::f32, Space space = Space::host);
   static Tensor zeros(Shape shape, DType type = DType::f32, Space space = Space::host);
   static Tensor full(Shape shape, float value);                                               // f32
-  static Tensor over(std::byte* data, Shape shape, DType type, std::shared_ptr<void> owner);  // no copy
+  static Tensor over(std::byte* data, Shape shape, DType type, std::shared_ptr<void> owner,
+                     Space space = Space::host);  // no copy
   template <class T>
   static Tensor of(const std::vector<T>& values, Shape shape = {});  // copies; shape {} = [n]
 

@@ -19,20 +19,20 @@ void for_singles(F&& f, Parts&... p) {
   f(p.shared_w1...), f(p.shared_w3...), f(p.shared_w2...);
 }
 
-// One rank for the whole batch. Looked up in every decoding step, so nothing is copied.
-int padded_rank(const AdapterBatch& batch) {
+// The largest rank. Looked up in every decoding step, so nothing is copied.
+int64_t largest_rank(const Adapter& adapter) {
   int64_t rank = 0;
   const auto look = [&](const LoraPair& p) {
     if (p.defined()) rank = std::max(rank, p.a.size(0));
   };
-  for (const auto& part : batch.parts)
-    for (const LayerLora& layer : part.adapter->layers) {
-      for_singles(look, layer);
-      std::for_each(layer.experts.gate_up.begin(), layer.experts.gate_up.end(), look);
-      std::for_each(layer.experts.down.begin(), layer.experts.down.end(), look);
-    }
-  return static_cast<int>((rank + 3) / 4 * 4);
+  for (const LayerLora& layer : adapter.layers) {
+    for_singles(look, layer);
+    std::for_each(layer.experts.gate_up.begin(), layer.experts.gate_up.end(), look);
+    std::for_each(layer.experts.down.begin(), layer.experts.down.end(), look);
+  }
+  return rank;
 }
+int padded(int64_t rank) { return static_cast<int>((rank + 3) / 4 * 4); }
 
 // Row i of `from` is the beginning of row i of `to`; the rest becomes zero.
 void widen(const Tensor& from, const Tensor& to) {
@@ -53,11 +53,11 @@ void pad_b(const Tensor& b, const Tensor& to) {
   else
     widen(b, to);
 }
-void add_unpadded_a(const Tensor& from, const Tensor& a) { ops::add(from.f32(), a.numel(), a.f32()); }
-void add_unpadded_b(const Tensor& from, const Tensor& b) {
+// And back.
+void unpad_a(const Tensor& from, const Tensor& a) { std::copy_n(from.f32(), a.numel(), a.f32()); }
+void unpad_b(const Tensor& from, const Tensor& b) {
   const int64_t columns = b.size(1), wide = from.size(1);
-  if (columns == wide) return ops::add(from.f32(), b.numel(), b.f32());
-  for (int64_t o = 0; o < b.size(0); ++o) ops::add(from.f32() + o * wide, columns, b.f32() + o * columns);
+  for (int64_t o = 0; o < b.size(0); ++o) std::copy_n(from.f32() + o * wide, columns, b.f32() + o * columns);
 }
 
 // Calls f(i) for i = 0 .. count - 1 on all threads.
@@ -90,7 +90,7 @@ std::vector<LoraPair> upload_pairs(const std::vector<LoraPair>& pairs, int rank,
   return result;
 }
 
-std::shared_ptr<const Adapter> upload(const Adapter& from, int rank, bool snapshot) {
+std::shared_ptr<Adapter> upload(const Adapter& from, int rank, bool snapshot) {
   auto to = std::make_shared<Adapter>(from);
   for (LayerLora& layer : to->layers) {
     for_singles([&](LoraPair& pair) { pair = upload_pairs({pair}, rank, snapshot)[0]; }, layer);
@@ -115,76 +115,87 @@ std::shared_ptr<const Adapter> kept_copy(const std::shared_ptr<const Adapter>& f
   return c.copy;
 }
 
-}  // namespace
-
-DeviceAdapters::DeviceAdapters(const AdapterBatch& host) : host_(host) {
-  const int rank = padded_rank(host);
-  for (const AdapterBatch::Part& part : host.parts) {
-    AdapterBatch::Part& copy = batch_.parts.emplace_back(part);
-    copy.adapter = part.grads ? upload(*part.adapter, rank, false) : kept_copy(part.adapter, rank);
-    copy.grads = nullptr;
-  }
-}
-
-// -> what a backward pass adds to: a stack's pieces.
-std::vector<LoraGrad> DeviceAdapters::add_stack(const std::vector<LoraPair>& pairs,
-                                                const std::vector<LoraGrad>& wanted) {
-  if (pairs.empty() || wanted.empty() || !pairs[0].defined()) return {};
-  const auto wants = [&](Tensor LoraGrad::*matrix) {
-    return std::any_of(wanted.begin(), wanted.end(), [&](const LoraGrad& g) { return (g.*matrix).defined(); });
-  };
+// Gradients of pairs of the same sizes, zero, one behind the other.
+std::vector<LoraGrad> zero_stack(const std::vector<LoraPair>& pairs, std::vector<Tensor>& memory) {
+  if (pairs.empty() || !pairs[0].defined()) return {};
   const int64_t count = static_cast<int64_t>(pairs.size()), rank = pairs[0].a.size(0), out = pairs[0].b.size(0);
-  GradientStack stack{{}, {}, wanted};
-  if (wants(&LoraGrad::a)) stack.a = Tensor::zeros({count * rank, pairs[0].a.size(1)}, DType::f32, Space::device);
-  if (wants(&LoraGrad::b)) stack.b = Tensor::zeros({count * out, rank}, DType::f32, Space::device);
+  const Tensor a = Tensor::zeros({count * rank, pairs[0].a.size(1)}, DType::f32, Space::device);
+  const Tensor b = Tensor::zeros({count * out, rank}, DType::f32, Space::device);
+  memory.push_back(a), memory.push_back(b);
   std::vector<LoraGrad> grads;
   for (int64_t i = 0; i < count; ++i)
-    grads.push_back({wanted[i].a.defined() ? stack.a.rows(i * rank, (i + 1) * rank) : Tensor(),
-                     wanted[i].b.defined() ? stack.b.rows(i * out, (i + 1) * out) : Tensor()});
-  stacks_.push_back(std::move(stack));
+    grads.push_back({a.rows(i * rank, (i + 1) * rank), b.rows(i * out, (i + 1) * out)});
   return grads;
 }
 
-void DeviceAdapters::begin_gradients() {
-  PLUMB_CHECK(grads_.empty(), "a backward pass is under way");
-  for (size_t i = 0; i < batch_.parts.size(); ++i) {
-    std::unique_ptr<AdapterGrads>& grads = grads_.emplace_back();
-    if (!host_.parts[i].grads) continue;
-    const auto& wanted = host_.parts[i].grads->layers;
-    grads = std::make_unique<AdapterGrads>();
-    grads->layers.resize(wanted.size());
-    for (size_t l = 0; l < wanted.size(); ++l) {
-      const LayerLora& pairs = batch_.parts[i].adapter->layers[l];
-      for_singles(
-          [&](const LoraPair& pair, const LoraGrad& host, LoraGrad& there) {
-            if (const std::vector<LoraGrad> one = add_stack({pair}, {host}); !one.empty()) there = one[0];
-          },
-          pairs, wanted[l], grads->layers[l]);
-      grads->layers[l].experts = {add_stack(pairs.experts.gate_up, wanted[l].experts.gate_up),
-                                  add_stack(pairs.experts.down, wanted[l].experts.down)};
-    }
-    batch_.parts[i].grads = grads.get();
+// Pairs (or gradients) of the same sizes that lie one behind the other, into the host's.
+template <class P>
+void stack_home(const std::vector<P>& device, const std::vector<P>& host) {
+  if (device.empty() || !device[0].a.defined()) return;
+  PLUMB_CHECK(device.size() == host.size());
+  const auto bring = [&](Tensor P::*matrix, auto unpad) {
+    const Tensor& first = device[0].*matrix;
+    const int64_t count = static_cast<int64_t>(device.size()), rows = first.size(0);
+    const Tensor here = staging({count * rows, first.size(1)});
+    copy_bytes(here, Tensor::over(first.raw(), here.shape(), DType::f32, nullptr, Space::device));
+    for_each_pair(count, [&](int64_t i) { unpad(here.rows(i * rows, (i + 1) * rows), host[i].*matrix); });
+  };
+  bring(&P::a, unpad_a), bring(&P::b, unpad_b);
+}
+
+template <class Layers>
+void layers_home(const Layers& device, const Layers& host) {
+  for (size_t l = 0; l < device.size(); ++l) {
+    for_singles([](const auto& from, const auto& to) { stack_home(std::vector{from}, std::vector{to}); }, device[l],
+                host[l]);
+    stack_home(device[l].experts.gate_up, host[l].experts.gate_up);
+    stack_home(device[l].experts.down, host[l].experts.down);
   }
 }
 
-void DeviceAdapters::finish_gradients() {
-  // Calls add(piece of the stack, the host's gradient) for each pair.
-  const auto bring_back = [](const Tensor& stack, const std::vector<LoraGrad>& host, Tensor LoraGrad::*matrix,
-                             auto add) {
-    if (!stack.defined()) return;
-    const Tensor here = staging(stack.shape());
-    copy_bytes(here, stack);
-    const int64_t count = static_cast<int64_t>(host.size()), rows = stack.size(0) / count;
-    for_each_pair(count, [&](int64_t i) {
-      if ((host[i].*matrix).defined()) add(here.rows(i * rows, (i + 1) * rows), host[i].*matrix);
-    });
-  };
-  for (const GradientStack& stack : stacks_) {
-    bring_back(stack.a, stack.host, &LoraGrad::a, add_unpadded_a);
-    bring_back(stack.b, stack.host, &LoraGrad::b, add_unpadded_b);
+}  // namespace
+
+bool on_device(const Adapter& adapter) {
+  bool found = false;
+  const auto look = [&](const LoraPair& p) { found = found || p.a.on_device(); };
+  for (const LayerLora& layer : adapter.layers) {
+    for_singles(look, layer);
+    for (const auto& experts : {&layer.experts.gate_up, &layer.experts.down})
+      if (!experts->empty()) look(experts->front());
+    if (found) return true;
   }
-  for (AdapterBatch::Part& part : batch_.parts) part.grads = nullptr;
-  grads_.clear(), stacks_.clear();
+  return false;
 }
+
+AdapterBatch device_batch(const AdapterBatch& batch) {
+  AdapterBatch there = batch;
+  int64_t rank = 0;
+  for (const AdapterBatch::Part& part : batch.parts) rank = std::max(rank, largest_rank(*part.adapter));
+  for (AdapterBatch::Part& part : there.parts) {
+    if (on_device(*part.adapter)) continue;
+    PLUMB_CHECK(!part.grads, "an adapter in training must be on the device");
+    part.adapter = kept_copy(part.adapter, padded(rank));
+  }
+  return there;
+}
+
+DeviceAdapter train_on_device(const Adapter& host) {
+  DeviceAdapter d;
+  d.adapter = upload(host, padded(largest_rank(host)), false);
+  for (LayerLora& pairs : d.adapter->layers) {
+    LayerLoraGrad& grads = d.grads.layers.emplace_back();
+    for_singles(
+        [&](const LoraPair& pair, LoraGrad& grad) {
+          if (const std::vector<LoraGrad> one = zero_stack({pair}, d.gradient_memory); !one.empty()) grad = one[0];
+        },
+        pairs, grads);
+    grads.experts = {zero_stack(pairs.experts.gate_up, d.gradient_memory),
+                     zero_stack(pairs.experts.down, d.gradient_memory)};
+  }
+  return d;
+}
+
+void bring_home(const Adapter& device, const Adapter& host) { layers_home(device.layers, host.layers); }
+void bring_home(const AdapterGrads& device, const AdapterGrads& host) { layers_home(device.layers, host.layers); }
 
 }  // namespace plumb

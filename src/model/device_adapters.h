@@ -1,7 +1,5 @@
-// Adapters where the weights are: copies on the device of what a pass uses, and the way of their gradients back.
-//
-// Ranks are filled up with zeros to one multiple of four for the whole batch, and the pairs of a layer's experts lie
-// one behind the other, as ops/gpu/lora.h wants them.
+// Adapters where the weights are. Ranks are filled up with zeros to a multiple of four, and the pairs of a layer's
+// experts lie one behind the other, as ops/gpu/lora.h wants them.
 #pragma once
 #include <memory>
 #include <vector>
@@ -10,33 +8,24 @@
 
 namespace plumb {
 
-class DeviceAdapters {
- public:
-  // Parts with gradients are copied anew, since their adapter is being trained. Parts without are snapshots that do not
-  // change any more: their copies are kept while the adapter lives. host must live as long.
-  explicit DeviceAdapters(const AdapterBatch& host);
-  DeviceAdapters(const DeviceAdapters&) = delete;
+bool on_device(const Adapter& adapter);
 
-  const AdapterBatch& host() const { return host_; }
-  const AdapterBatch& batch() const { return batch_; }
+// What a pass on the device reads. Adapters that are there already (train_on_device) are used as they are, with their
+// gradients. The others are snapshots that do not change any more: their copies, of one rank for the whole batch, are
+// kept while the adapter lives. Error: gradients are wanted of an adapter in the host's memory.
+AdapterBatch device_batch(const AdapterBatch& batch);
 
-  // Around a backward pass: gradients of zero on the device for all that the host's batch wants; then they are added to
-  // the host's and given back.
-  void begin_gradients();
-  void finish_gradients();
-
- private:
-  // Gradients of pairs of the same sizes: a [pairs * rank, in], b [pairs * out, rank], undefined if nobody wants them.
-  struct GradientStack {
-    Tensor a, b;
-    std::vector<LoraGrad> host;
-  };
-  std::vector<LoraGrad> add_stack(const std::vector<LoraPair>& pairs, const std::vector<LoraGrad>& wanted);
-
-  const AdapterBatch& host_;
-  AdapterBatch batch_;
-  std::vector<std::unique_ptr<AdapterGrads>> grads_;  // during a backward pass: one a part, or nullptr
-  std::vector<GradientStack> stacks_;                 // their memory
+// An adapter in training: it and its gradients, all zero, are on the device from the first step to the last.
+struct DeviceAdapter {
+  std::shared_ptr<Adapter> adapter;
+  AdapterGrads grads;
+  std::vector<Tensor> gradient_memory;  // what grads consists of, in a few large pieces
 };
+DeviceAdapter train_on_device(const Adapter& host);
+
+// The values of an adapter on the device, or of its gradients, into tensors of the host that are there (rank as it
+// was).
+void bring_home(const Adapter& device, const Adapter& host);
+void bring_home(const AdapterGrads& device, const AdapterGrads& host);
 
 }  // namespace plumb

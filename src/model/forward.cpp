@@ -1,8 +1,6 @@
 // The page to read: tokens -> streams -> layers -> hidden rows. T rows, n streams, d hidden size.
 #include "model/forward.h"
 
-#include <memory>
-
 #include "base/error.h"
 #include "model/device_adapters.h"
 #include "ops/norm.h"
@@ -14,27 +12,18 @@ namespace {
 
 // A pass of the model: its context, and what that points to.
 struct Pass {
-  // uploaded: copies of the adapters on the device, if there are any.
-  Pass(WeightStore& weights, const SequencePlan& plan, const ForwardOptions& o,
-       std::shared_ptr<DeviceAdapters> uploaded = nullptr)
+  Pass(WeightStore& weights, const SequencePlan& plan, const ForwardOptions& o)
       : ctx(make_context(weights.config(), plan, o.numerics, weights.space())) {
-    if (o.adapters && weights.space() == Space::device)
-      adapters = uploaded && &uploaded->host() == o.adapters ? uploaded : std::make_shared<DeviceAdapters>(*o.adapters);
-    ctx.adapters = adapters ? &adapters->batch() : o.adapters;
+    ctx.adapters = o.adapters;
+    if (o.adapters && weights.space() == Space::device) adapters = device_batch(*o.adapters), ctx.adapters = &adapters;
     ctx.cache = o.cache ? &o.cache->layers : nullptr;
     ctx.taps = o.taps;
     ctx.replay = o.replay;
   }
   Pass(const Pass&) = delete;
-  void begin_gradients() const {
-    if (adapters) adapters->begin_gradients();
-  }
-  void finish_gradients() const {
-    if (adapters) adapters->finish_gradients();
-  }
 
   PassContext ctx;
-  std::shared_ptr<DeviceAdapters> adapters;
+  AdapterBatch adapters;  // on the device
 };
 
 // What stands in front of the LM head, of the backbone or of an MTP layer.
@@ -86,7 +75,7 @@ ForwardResult forward(WeightStore& weights, const SequencePlan& plan, const Forw
     if (o.keep == Keep::outputs) result.outputs.push_back(outputs_of(s));
     if (o.keep == Keep::all) result.layers.push_back(std::move(s));
   }
-  if (o.keep != Keep::nothing) result.streams.push_back(streams), result.adapters = pass.adapters;
+  if (o.keep != Keep::nothing) result.streams.push_back(streams);
 
   result.hidden = ops::head_input(ops::gather_rows(streams, ctx.tensors.wanted), head_weights(weights.outer()),
                                   hyper_options(c), o.numerics);  // [wanted, d]
@@ -98,8 +87,7 @@ AuxiliaryResults backward(WeightStore& weights, const SequencePlan& plan, const 
                           const AuxiliaryLosses& aux) {
   const ModelConfig& c = weights.config();
   PLUMB_CHECK(static_cast<int>(result.streams.size()) == c.num_hidden_layers + 1, "forward must keep the streams");
-  Pass pass(weights, plan, o, result.adapters);
-  pass.begin_gradients();
+  Pass pass(weights, plan, o);
   PassContext& ctx = pass.ctx;
   ctx.taps = nullptr;
   AuxiliaryResults results;
@@ -124,7 +112,6 @@ AuxiliaryResults backward(WeightStore& weights, const SequencePlan& plan, const 
   }
 
   if (g.outer.embed.defined()) ops::embed_backward(d_streams, ctx.tensors.token, g.outer.embed);
-  pass.finish_gradients();
   return results;
 }
 

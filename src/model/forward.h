@@ -9,8 +9,6 @@
 
 namespace plumb {
 
-class DeviceAdapters;
-
 // The cache of a decoding session: one LayerCache a backbone layer, shaped by the totals of the plan's slots.
 struct KvCache {
   std::vector<LayerCache> layers;
@@ -36,11 +34,10 @@ struct ForwardOptions {
   std::map<int, Tensor> replay;  // forced experts, see PassContext
 };
 struct ForwardResult {
-  Tensor hidden;                             // [wanted, d] normed rows in front of the LM head
-  std::vector<Tensor> streams;               // unless Keep::nothing: [T,n,d] before each layer, and after the last
-  std::vector<LayerOutputs> outputs;         // Keep::outputs: [layers]
-  std::vector<LayerSaved> layers;            // Keep::all: [layers]
-  std::shared_ptr<DeviceAdapters> adapters;  // unless Keep::nothing, on a device: the copies that the pass read
+  Tensor hidden;                      // [wanted, d] normed rows in front of the LM head
+  std::vector<Tensor> streams;        // unless Keep::nothing: [T,n,d] before each layer, and after the last
+  std::vector<LayerOutputs> outputs;  // Keep::outputs: [layers]
+  std::vector<LayerSaved> layers;     // Keep::all: [layers]
 };
 
 // What Keep::all costs for a plan of `rows` rows: bytes, within about a tenth.

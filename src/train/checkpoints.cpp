@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <charconv>
-#include <cstring>
 #include <filesystem>
 #include <map>
 #include <nlohmann/json.hpp>
@@ -145,11 +144,14 @@ void write_checkpoint(const std::string& folder, const Trainee& trainee, const O
                       const TrainerState& state, const std::string& model_path, const NamedTensors& extra) {
   FolderWriter out(folder);
   if (trainee.adapter)
-    write_adapter(out.partial(), stored_from(*trainee.adapter, trainee.weights->config(), model_path),
+    write_adapter(out.partial(), stored_from(*host_adapter(trainee), trainee.weights->config(), model_path),
                   trainee.weights->config(), AdapterLayout::peft);
   else
     write_model(out.partial(), *trainee.trained, model_path);
-  write_safetensors(out.partial() + "/trainer_state.safetensors", remembered(trainee, optimizer, extra));
+  NamedTensors list = remembered(trainee, optimizer, extra);
+  for (auto& [name, tensor] : list)
+    if (tensor.on_device()) tensor = to_host(tensor);
+  write_safetensors(out.partial() + "/trainer_state.safetensors", list);
   write_text(out.partial() + "/trainer_state.json", to_json(state).dump(2) + "\n");
   out.commit();
 }
@@ -168,7 +170,7 @@ TrainerState read_checkpoint(const std::string& folder, Trainee& trainee, Optimi
     if (from->shape != to.shape() || from->dtype != DType::f32)
       fail(file, fmt::format("{}: shape {} expected, {} found", name, to_string(to.shape()), to_string(from->shape)),
            fix);
-    std::memcpy(to.raw(), stored.tensor(*from).raw(), to.bytes());
+    copy_bytes(to, stored.tensor(*from));
   }
   if (stored.tensors().size() != wanted.size())
     fail(file, fmt::format("holds {} tensors, the run has {}", stored.tensors().size(), wanted.size()), fix);

@@ -1,5 +1,6 @@
 #include "train/optimizer.h"
 
+#include "base/error.h"
 #include "base/parallel.h"
 
 namespace plumb {
@@ -14,6 +15,21 @@ OptimizerOptions optimizer_options(const RunConfig& config) {
 }
 
 Optimizer::Optimizer(const Trainee& trainee, const OptimizerOptions& options) : options_(options) {
+  if (trainee.on_device.count > 0) {  // two pieces of memory for all: there may be tens of thousands of parameters
+    PLUMB_CHECK(!options.use_muon);
+    const int64_t total = parameter_count(trainee);
+    const Tensor first = Tensor::zeros({total}, DType::f32, Space::device), second = zeros_like(first);
+    std::vector<ops::ParameterTensors> parameters;
+    int64_t at = 0;
+    for (const Parameter& p : trainee.parameters) {
+      const int64_t end = at + p.master.numel();
+      moments_.push_back({first.rows(at, end).view(p.master.shape()), second.rows(at, end).view(p.master.shape())});
+      parameters.push_back({p.master, p.grad, moments_.back().first, moments_.back().second});
+      at = end;
+    }
+    on_device_ = ops::parameter_table(parameters);
+    return;
+  }
   for (const Parameter& p : trainee.parameters) {
     Moments& m = moments_.emplace_back();
     m.first = Tensor::zeros(p.master.shape());
@@ -22,6 +38,10 @@ Optimizer::Optimizer(const Trainee& trainee, const OptimizerOptions& options) : 
 }
 
 void Optimizer::step(Trainee& trainee, double lr, double grad_scale, int64_t step) {
+  if (on_device_.count > 0) {
+    const AdamWOptions& o = options_.adamw;
+    return ops::adamw(on_device_, {o.beta1, o.beta2, o.eps, o.weight_decay, lr, grad_scale, step});
+  }
   // Parameters side by side: inside one the products of Muon are too small for several threads.
   parallel_for(static_cast<int64_t>(moments_.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {

@@ -32,6 +32,7 @@ class Optimizer {
   bool by_muon(const Parameter& p) const { return options_.use_muon && p.blocks > 0; }
   OptimizerOptions options_;
   std::vector<Moments> moments_;
+  ops::ParameterTable on_device_;  // if the parameters are there
 };
 
 }  // namespace plumb

@@ -11,6 +11,7 @@
 #include "checkpoint/codecs.h"
 #include "memory/device_weights.h"
 #include "model/adapter_files.h"
+#include "model/device_adapters.h"
 
 namespace plumb {
 namespace {
@@ -53,6 +54,7 @@ struct Collector {
  private:
   void add(Parameter p, Tensor& grad) const {
     p.grad = grad = Tensor::zeros(p.master.shape());
+    t.gradient_memory.push_back(grad);
     t.parameters.push_back(std::move(p));
   }
 };
@@ -167,17 +169,29 @@ std::unique_ptr<Trainee> lora_trainee(std::shared_ptr<WeightStore> weights, std:
   auto t = std::make_unique<Trainee>();
   t->weights = std::move(weights);
   t->adapter = std::move(adapter);
-  t->adapter_grads.layers.resize(t->adapter->layers.size());
-  for (size_t layer = 0; layer < t->adapter->layers.size(); ++layer)
-    visit_lora(t->adapter->layers[layer], t->adapter_grads.layers[layer],
+  std::shared_ptr<Adapter> trained = t->adapter;
+  if (t->weights->space() == Space::device) {
+    DeviceAdapter d = train_on_device(*t->adapter);
+    trained = d.adapter, t->adapter_grads = std::move(d.grads), t->gradient_memory = std::move(d.gradient_memory);
+  } else {
+    t->adapter_grads = zero_grads(*t->adapter);
+  }
+  for (size_t layer = 0; layer < trained->layers.size(); ++layer)
+    visit_lora(trained->layers[layer], t->adapter_grads.layers[layer],
                [&](const std::string& suffix, LoraPair& pair, LoraGrad& grad) {
                  if (!pair.defined()) return;
                  const std::string name = "layers." + std::to_string(layer) + "." + suffix;
-                 grad = {Tensor::zeros(pair.a.shape()), Tensor::zeros(pair.b.shape())};
                  t->parameters.push_back({name + ".lora_a", pair.a, grad.a, 1});
                  t->parameters.push_back({name + ".lora_b", pair.b, grad.b, 1});
                });
-  t->adapters.parts.push_back({t->adapter, {}, true, &t->adapter_grads});
+  if (t->weights->space() == Space::device) {
+    std::vector<ops::ParameterTensors> there;
+    for (const Parameter& p : t->parameters) there.push_back({p.master, p.grad, {}, {}});
+    t->on_device = ops::parameter_table(there);
+  } else {
+    for (const Parameter& p : t->parameters) t->gradient_memory.push_back(p.grad);
+  }
+  t->adapters.parts.push_back({trained, {}, true, &t->adapter_grads});
   return t;
 }
 
@@ -198,9 +212,14 @@ std::unique_ptr<Trainee> full_trainee(std::shared_ptr<ResidentWeights> weights, 
   return t;
 }
 
+const std::shared_ptr<Adapter>& host_adapter(const Trainee& t) {
+  if (t.on_device.count > 0) bring_home(*t.adapters.parts[0].adapter, *t.adapter);
+  return t.adapter;
+}
+
 void zero_gradients(Trainee& t) {
-  parallel_for(static_cast<int64_t>(t.parameters.size()), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) t.parameters[i].grad.zero();
+  parallel_for(static_cast<int64_t>(t.gradient_memory.size()), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) t.gradient_memory[i].zero();
   });
 }
 
@@ -219,6 +238,7 @@ int64_t parameter_count(const Trainee& t) {
 }
 
 double gradient_norm(const Trainee& t) {
+  if (t.on_device.count > 0) return ops::gradient_norm(t.on_device);
   constexpr int64_t kChunk = 1 << 14;
   struct Piece {
     const float* x;
@@ -238,9 +258,10 @@ double gradient_norm(const Trainee& t) {
 }
 
 std::string find_bad_gradient(const Trainee& t) {
-  for (const Parameter& p : t.parameters)
-    if (!std::all_of(p.grad.f32(), p.grad.f32() + p.grad.numel(), [](float g) { return std::isfinite(g); }))
-      return p.name;
+  for (const Parameter& p : t.parameters) {
+    const Tensor g = p.grad.on_device() ? to_host(p.grad) : p.grad;
+    if (!std::all_of(g.f32(), g.f32() + g.numel(), [](float v) { return std::isfinite(v); })) return p.name;
+  }
   return "";
 }
 

@@ -8,6 +8,7 @@
 
 #include "config/run_config.h"
 #include "model/forward.h"
+#include "ops/parameters.h"
 
 namespace plumb {
 
@@ -24,12 +25,14 @@ struct Parameter {
 struct Trainee {
   std::shared_ptr<WeightStore> weights;
   std::shared_ptr<ResidentWeights> trained;  // all weights are trained; nullptr: only the adapter is
-  std::shared_ptr<Adapter> adapter;          // LoRA, or nullptr
+  std::shared_ptr<Adapter> adapter;          // LoRA, or nullptr; in the host's memory, see host_adapter
   AdapterGrads adapter_grads;
-  AdapterBatch adapters;  // `adapter` on all rows, gradients to adapter_grads
+  AdapterBatch adapters;  // the adapter where the weights are, on all rows, gradients to adapter_grads
   Gradients gradients;
   std::vector<Parameter> parameters;                    // in the order of the forward pass
   std::vector<std::pair<std::string, Tensor>> buffers;  // state that no gradient moves: router biases
+  std::vector<Tensor> gradient_memory;                  // what the gradients of the parameters consist of
+  ops::ParameterTable on_device;                        // the gradients, if the parameters are on a device
 
   Trainee() = default;
   Trainee(const Trainee&) = delete;
@@ -49,7 +52,8 @@ std::shared_ptr<Adapter> copy_adapter(const Adapter& from);
 // The adapter that a run begins with: a fresh one, or a copy of the one in lora.init.
 std::shared_ptr<Adapter> first_adapter(const RunConfig& config, const ModelConfig& model);
 
-// Trains the adapter alone; the weights stay as they are.
+// Trains the adapter alone; the weights stay as they are. Where these are on a device, so are the adapter, its
+// gradients and the optimizer's moments.
 std::unique_ptr<Trainee> lora_trainee(std::shared_ptr<WeightStore> weights, std::shared_ptr<Adapter> adapter);
 
 // Trains every weight. Weights in BF16, FP8 or FP4 stay in their format: the
@@ -60,6 +64,9 @@ struct FullTraining {
   bool indexer = true, mtp = true;
 };
 std::unique_ptr<Trainee> full_trainee(std::shared_ptr<ResidentWeights> weights, const FullTraining& what);
+
+// Trainee::adapter with the values that it has by now.
+const std::shared_ptr<Adapter>& host_adapter(const Trainee& t);
 
 void zero_gradients(Trainee& t);
 // After the masters changed: puts them into the model.

@@ -80,13 +80,13 @@ class RlLoop {
   std::string log_path(int64_t step) const { return fmt::format("{}/rollouts/step_{:06}.log", directory_.path, step); }
 
   void resume() {
-    if (!directory_.resume) return history_.publish(0, copy_adapter(*trainee_.adapter));
+    if (!directory_.resume) return history_.publish(0, copy_adapter(*host_adapter(trainee_)));
     const int64_t step = *directory_.resume;
     history_.make_places(step, *trainee_.adapter);
     summary_.checkpoint = folder(step);
     state_ = read_checkpoint(summary_.checkpoint, trainee_, optimizer_, state_, history_.tensors(step));
     history_.publish_read();
-    history_.publish(step, copy_adapter(*trainee_.adapter));
+    history_.publish(step, copy_adapter(*host_adapter(trainee_)));
   }
 
   // ---- Batches
@@ -251,7 +251,7 @@ class RlLoop {
     f.learning_rate = learning_rate(config_.train, state_.step, summary_.total_steps);
     fill_logprobs(rows);
     const std::vector<std::vector<float>> difference = train_on(rows, samples.size(), f);
-    history_.publish(state_.step, copy_adapter(*trainee_.adapter));
+    history_.publish(state_.step, copy_adapter(*host_adapter(trainee_)));
     f.train_seconds = seconds_since(training);
     finish_step(batch, weights, difference, f, metrics, samples_file);
     summary_.tokens += rows.physical_tokens;

@@ -19,6 +19,7 @@
 #include "model/forward.h"
 #include "ops/device.h"
 #include "ops/head.h"
+#include "train/step.h"
 
 namespace plumb {
 namespace {
@@ -204,10 +205,10 @@ void expect_layer_agrees(int layer, bool with_adapter) {
   const Tensor streams = forward(*models().gpu, two.plan, keep).streams[layer], host_streams = to_host(streams);
 
   const AdapterBatch batch = with_adapter ? one_adapter(flash_adapter(c, 4, 3)) : AdapterBatch{};
-  const DeviceAdapters device_batch(batch);
+  const AdapterBatch there = device_batch(batch);
   PassContext cpu_ctx = make_context(c, two.plan, Numerics::released);
   PassContext gpu_ctx = make_context(c, two.plan, Numerics::released, Space::device);
-  if (with_adapter) cpu_ctx.adapters = &batch, gpu_ctx.adapters = &device_batch.batch();
+  if (with_adapter) cpu_ctx.adapters = &batch, gpu_ctx.adapters = &there;
 
   LayerRun cpu, gpu;
   const LayerLease cpu_weights = models().cpu->acquire(layer), gpu_weights = models().gpu->acquire(layer);
@@ -303,12 +304,12 @@ TEST(ModelGpu, GradientsOfEachLayerAgreeWithTheCpu) {
   const auto adapter = flash_adapter(c, 4, 10);
   for (int layer = 0; layer < c.num_hidden_layers; ++layer) {
     AdapterGrads cpu_grads = zero_grads(*adapter), gpu_grads = zero_grads(*adapter);
-    const AdapterBatch cpu_batch = one_adapter(adapter, &cpu_grads), gpu_batch = one_adapter(adapter, &gpu_grads);
-    DeviceAdapters device_batch(gpu_batch);
-    device_batch.begin_gradients();
+    DeviceAdapter training = train_on_device(*adapter);
+    const AdapterBatch cpu_batch = one_adapter(adapter, &cpu_grads),
+                       gpu_batch = one_adapter(training.adapter, &training.grads);
     PassContext cpu_ctx = make_context(c, one.plan, Numerics::released);
     PassContext gpu_ctx = make_context(c, one.plan, Numerics::released, Space::device);
-    cpu_ctx.adapters = &cpu_batch, gpu_ctx.adapters = &device_batch.batch();
+    cpu_ctx.adapters = &cpu_batch, gpu_ctx.adapters = &gpu_batch;
     const LayerLease cpu_weights = models().cpu->acquire(layer), gpu_weights = models().gpu->acquire(layer);
     const Tensor host_streams = to_host(streams[layer]);
     LayerSaved saved;
@@ -326,7 +327,7 @@ TEST(ModelGpu, GradientsOfEachLayerAgreeWithTheCpu) {
     const LayerSaved again = recompute_layer(gpu_ctx, *gpu_weights, layer, streams[layer], {}, {});
     const Tensor d_gpu =
         layer_backward(gpu_ctx, *gpu_weights, layer, streams[layer], d_gpu_next, frozen, {}, results, again);
-    device_batch.finish_gradients();
+    bring_home(training.grads, gpu_grads);
     const double error = relative_error(d_gpu, d_cpu);
     std::printf("layer %d d_streams %.2e\n", layer, error);
     EXPECT_LT(error, kGradient) << "streams of layer " << layer;
@@ -435,9 +436,8 @@ TEST(ModelGpu, EachRowUsesItsOwnAdapter) {
 // What is kept of a snapshot has the bits of what is made anew in each pass of an adapter in training.
 TEST(ModelGpu, SnapshotsHaveTheBitsOfTheTrainedAdapter) {
   const auto adapter = flash_adapter(flash_config(), 8, 27);
-  AdapterGrads grads;
-  grads.layers.resize(adapter->layers.size());  // nothing is wanted
-  const AdapterBatch trained = one_adapter(adapter, &grads), snapshot = one_adapter(adapter);
+  DeviceAdapter training = train_on_device(*adapter);
+  const AdapterBatch trained = one_adapter(training.adapter, &training.grads), snapshot = one_adapter(adapter);
   for (int rows : {3, 80}) {
     const Case one = documents({tokens(rows, 28)});
     const Tensor hidden = one.hidden_of(*models().gpu, &trained);
@@ -452,12 +452,8 @@ TEST(ModelGpu, ForwardAndBackwardRepeatOnBits) {
   const auto adapter = flash_adapter(c, 4, 22);
   std::vector<Tensor> first;
   for (int repeat = 0; repeat < 5; ++repeat) {
-    AdapterGrads grads;
-    for (LayerLora layer : adapter->layers)
-      visit_lora(layer, grads.layers.emplace_back(), [](const std::string&, LoraPair& p, LoraGrad& grad) {
-        if (p.defined()) grad = {Tensor::zeros(p.a.shape()), Tensor::zeros(p.b.shape())};
-      });
-    const AdapterBatch batch = one_adapter(adapter, &grads);
+    DeviceAdapter training = train_on_device(*adapter);
+    const AdapterBatch batch = one_adapter(training.adapter, &training.grads);
     ForwardOptions o = options(&batch);
     o.keep = std::array{Keep::streams, Keep::streams, Keep::outputs, Keep::outputs, Keep::all}[repeat];
     const ForwardResult result = forward(*models().gpu, one.plan, o);
@@ -468,15 +464,59 @@ TEST(ModelGpu, ForwardAndBackwardRepeatOnBits) {
     Gradients frozen;
     backward(*models().gpu, one.plan, o, result, d_hidden, {}, frozen, {});
     std::vector<Tensor> found = {logprob};
-    for (size_t l = 0; l < grads.layers.size(); ++l) {
-      LayerLora pairs = adapter->layers[l];
-      visit_lora(pairs, grads.layers[l], [&](const std::string&, LoraPair& p, LoraGrad& grad) {
-        if (p.defined()) found.push_back(grad.a), found.push_back(grad.b);
-      });
-    }
+    for (const Tensor& g : training.gradient_memory) found.push_back(to_host(g));
     if (repeat == 0) first = found;
     ASSERT_EQ(found.size(), first.size());
     for (size_t i = 0; i < found.size(); ++i) ASSERT_TRUE(same_bits(found[i], first[i])) << "repeat " << repeat;
+  }
+}
+
+// Two steps of the trainer, whose adapter, gradients and moments stay on the GPU: the host's AdamW of the same
+// gradients gives the same bits (both compute in double and round once), and the norm is that of all gradients.
+TEST(ModelGpu, AnAdapterInTrainingHasTheBitsOfTheHostsOptimizer) {
+  const auto adapter = flash_adapter(flash_config(), 4, 31);
+  const std::unique_ptr<Trainee> trainee = lora_trainee(models().gpu, copy_adapter(*adapter));
+  OptimizerOptions options;
+  options.adamw.weight_decay = 0.01;
+  Optimizer optimizer(*trainee, options);
+  AdapterGrads grads = zero_grads(*adapter);
+  std::vector<std::pair<Tensor, Tensor>> weights;  // host's adapter, its gradient
+  for (size_t l = 0; l < adapter->layers.size(); ++l)
+    visit_lora(adapter->layers[l], grads.layers[l], [&](const std::string&, LoraPair& p, LoraGrad& g) {
+      if (p.defined()) weights.emplace_back(p.a, g.a), weights.emplace_back(p.b, g.b);
+    });
+  std::vector<std::pair<Tensor, Tensor>> moments;
+  for (const auto& [w, g] : weights) moments.emplace_back(zeros_like(w), zeros_like(w));
+  const std::vector<int> ids = tokens(60, 32);
+  for (int step = 1; step <= 2; ++step) {
+    zero_gradients(*trainee);
+    TrainRow row;
+    row.plan = plan_documents(plan_shape(flash_config()), {ids});
+    row.documents = {ids};
+    row.target = tokens(60, 33);
+    accumulate_gradients(*trainee, {row, row}, Numerics::released, {});
+    bring_home(trainee->adapter_grads, grads);
+    double squares = 0;
+    for (const auto& [w, g] : weights)
+      for (int64_t i = 0; i < g.numel(); ++i) squares += double{g.f32()[i]} * g.f32()[i];
+    const double norm = apply_gradients(*trainee, optimizer, 1e-3, 0.5, step, "");
+    EXPECT_NEAR(norm, std::sqrt(squares), 1e-12 * norm);
+    EXPECT_GT(norm, 0);
+    for (size_t i = 0; i < weights.size(); ++i)
+      adamw_step(weights[i].first, weights[i].second, moments[i].first, moments[i].second, options.adamw, 1e-3,
+                 clip_factor(norm, 0.5), step);
+    const Adapter& there = *host_adapter(*trainee);
+    size_t at = 0;
+    for (const LayerLora& layer : there.layers) {
+      LayerLora pairs = layer;
+      LayerLoraGrad unused;
+      visit_lora(pairs, unused, [&](const std::string& name, LoraPair& p, LoraGrad&) {
+        if (!p.defined()) return;
+        EXPECT_TRUE(same_bits(p.a, weights[at++].first)) << name << " in step " << step;
+        EXPECT_TRUE(same_bits(p.b, weights[at++].first)) << name << " in step " << step;
+      });
+    }
+    EXPECT_EQ(at, weights.size());
   }
 }
 

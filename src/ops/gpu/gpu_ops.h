@@ -8,6 +8,7 @@
 #include "ops/head.h"
 #include "ops/indexer.h"
 #include "ops/mixture.h"
+#include "ops/parameters.h"
 #include "ops/plan_tensors.h"
 #include "ops/rows.h"
 #include "ops/sublayer.h"
@@ -83,5 +84,10 @@ Tensor head_logits(const Tensor& hidden, const Linear& head);
 Tensor head_logprobs(const Tensor& hidden, const Linear& head, const std::vector<int>& target);
 Tensor head_logprobs_backward(const Tensor& d_logprob, const Tensor& hidden, const Linear& head,
                               const std::vector<int>& target, const Tensor& d_head, Tensor* logprobs);
+
+// parameters.cpp
+ParameterTable parameter_table(const std::vector<ParameterTensors>& parameters);
+double gradient_norm(const ParameterTable& table);
+void adamw(const ParameterTable& table, const AdamWStep& step);
 
 }  // namespace plumb::ops::gpu
