@@ -1,8 +1,7 @@
 // Layers of Flash's shape with 256 experts on one GPU: a training step of one layer of each kind, with adapters of rank
-// 8 on all targets; a pass of four layers with what travels between host and GPU; decoding steps.
+// 8 on all targets; a pass of four layers with what travels between host and GPU.
 //
 // usage: model_gpu_bench [RESULT.json]
-//        model_gpu_bench --decoding [BATCH]           the decoding steps alone; or one of them, for ncu as below
 //        model_gpu_bench --step window|CSA|HCA ROWS   one training step of a layer between cudaProfilerStart and Stop,
 //                                                     for ncu --profile-from-start off (tools/step_profile.py)
 #include <cuda_profiler_api.h>
@@ -21,7 +20,6 @@
 #include "config/presets.h"
 #include "flash_model.h"
 #include "memory/device_weights.h"
-#include "model/decode_graphs.h"
 #include "model/device_adapters.h"
 #include "model/forward.h"
 #include "ops/device.h"
@@ -190,75 +188,6 @@ Step training_step(WeightStore& weights, const AdapterBatch* adapters, int rows)
   return best;
 }
 
-// One step of `batch` sequences that have `length` tokens each; host: until all its kernels are launched. The fastest
-// of some steps, plain ones, then replayed ones.
-struct DecodingStep {
-  double host = 1e30, whole = 1e30;
-};
-struct DecodingSteps {
-  DecodingStep plain, replayed;
-  DecodeGraphStats graphs;
-};
-// profiled: one more plain step between cudaProfilerStart and Stop.
-DecodingSteps decoding_steps(WeightStore& weights, const AdapterBatch* adapters, int batch, int length,
-                             bool profiled = false) {
-  const ModelConfig& c = weights.config();
-  const PlanShape shape = plan_shape(c);
-  std::vector<CacheSlots> slots;
-  const int keys = shape.window + 1, csa = length / shape.csa_ratio + 4, hca = length / shape.hca_ratio + 2;
-  for (int i = 0; i < batch; ++i)
-    slots.push_back({i * keys, keys, i * csa, i * hca, i * 2 * shape.csa_ratio, i * shape.hca_ratio});
-  const CacheShape totals{batch * keys, batch * csa, batch * hca};
-  KvCache cache = make_cache(c, totals, batch * 2 * shape.csa_ratio, batch * shape.hca_ratio, weights.space());
-  ForwardOptions o;
-  o.cache = &cache;
-  o.adapters = adapters;
-  const std::vector<int> ids = tokens(c, batch);
-  std::vector<std::vector<int>> next;
-  for (int id : ids) next.push_back({id});
-  const std::unique_ptr<DecodeGraphs> graphs = decode_graphs(weights, cache);
-  constexpr int kRounds = 6, kRecorded = 8;  // by then graphs with and without entries are there
-  DecodingSteps best;
-  for (int round = 0; round < kRecorded + kRounds; ++round) {
-    const auto plan = [&](int position) {
-      return plan_cached_step(shape, totals, slots, std::vector<int>(batch, position), next, true);
-    };
-    const auto measure = [&](DecodingStep& step, bool counts, auto&& run) {
-      const auto start = Clock::now();
-      run();
-      const double host = std::chrono::duration<double, std::milli>(Clock::now() - start).count();
-      const double whole = milliseconds_since(start);
-      if (counts) step = {std::min(step.host, host), std::min(step.whole, whole)};
-    };
-    measure(best.plain, round > 0, [&] { forward(weights, plan(length + round % kRounds), o); });
-    measure(best.replayed, round >= kRecorded, [&] { graphs->forward(plan(length + round % kRounds), o); });
-  }
-  best.graphs = graphs->stats();
-  if (profiled) {
-    cudaProfilerStart();
-    forward(weights, plan_cached_step(shape, totals, slots, std::vector<int>(batch, length), next, true), o);
-    milliseconds_since(Clock::now());
-    cudaProfilerStop();
-  }
-  return best;
-}
-
-void measure_decoding(WeightStore& weights, std::shared_ptr<const Adapter> adapter, Json& figures) {
-  AdapterBatch snapshot;
-  snapshot.parts.push_back({std::move(adapter), {}, true, nullptr});
-  for (const AdapterBatch* adapters : std::initializer_list<const AdapterBatch*>{nullptr, &snapshot})
-    for (int batch : {1, 16, 64, 256}) {
-      const std::string of = "decoding step of four layers, " + std::to_string(batch) + " sequences of 8000 tokens" +
-                             (adapters ? ", LoRA" : "");
-      const DecodingSteps s = decoding_steps(weights, adapters, batch, 8000);
-      report(figures, of, s.plain.whole, "ms");
-      report(figures, of + ": until the host has launched it", s.plain.host, "ms");
-      report(figures, of + ", replayed", s.replayed.whole, "ms");
-      report(figures, of + ", replayed: until the host has launched it", s.replayed.host, "ms");
-      report(figures, of + ": memory of " + std::to_string(s.graphs.graphs) + " graphs", 1e-6 * s.graphs.bytes, "MB");
-    }
-}
-
 std::shared_ptr<DeviceWeights> four_layers() {
   ModelConfig c = testing::flash_config(256);
   c.index_topk = 512;
@@ -282,18 +211,7 @@ Json measure() {
       report(figures, "forward pass" + of, s.forward, "ms");
       if (lora) report(figures, "backward pass" + of, s.backward, "ms");
     }
-  measure_decoding(*weights, trained.adapter, figures);
   return figures;
-}
-
-int decoding_alone(int profiled_batch) {
-  const auto weights = four_layers();
-  Json figures = Json::array();
-  if (profiled_batch > 0)
-    decoding_steps(*weights, nullptr, profiled_batch, 8000, true);
-  else
-    measure_decoding(*weights, testing::flash_adapter(weights->config(), 8, 2), figures);
-  return 0;
 }
 
 int profile_step(const std::string& name, int rows) {
@@ -327,8 +245,6 @@ int main(int argc, char** argv) {
       std::printf("skipped: %s\n", device.what.c_str());
       return 77;
     }
-    if (argc >= 2 && std::string(argv[1]) == "--decoding")
-      return plumb::decoding_alone(argc > 2 ? std::atoi(argv[2]) : 0);
     if (argc == 4 && std::string(argv[1]) == "--step") return plumb::profile_step(argv[2], std::atoi(argv[3]));
     char date[16];
     const std::time_t now = std::time(nullptr);

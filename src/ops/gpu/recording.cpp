@@ -81,7 +81,7 @@ Stream::operator cudaStream_t() const { return current.stream ? current.stream :
 // ---- Memory
 
 RecordedMemory::~RecordedMemory() {
-  for (void* chunk : chunks_) cudaFree(chunk);
+  for (void* chunk : chunks_) cudaFreeAsync(chunk, program_stream());
 }
 
 // The smallest free piece that is large enough; the rest of it stays free.
@@ -97,7 +97,7 @@ std::shared_ptr<void> RecordedMemory::allocate(size_t bytes) {
     void* chunk = nullptr;
     Relaxed relaxed;
     // One alignment more than is handed out: pieces of two chunks never touch, so they are never joined.
-    check(cudaMalloc(&chunk, size + kAlignment), "memory for a recording");
+    check(cudaMallocAsync(&chunk, size + kAlignment, program_stream()), "memory for a recording");
     chunks_.push_back(chunk), bytes_ += size + kAlignment;
     best = free_.emplace(static_cast<std::byte*>(chunk), size).first;
   }
