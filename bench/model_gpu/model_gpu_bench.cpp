@@ -1,5 +1,5 @@
 // Layers of Flash's shape with 256 experts on one GPU: a training step of one layer of each kind, with adapters of rank
-// 8 on all targets; a step of the trainer with four layers; decoding steps.
+// 8 on all targets; a step of the trainer with four layers.
 //
 // usage: model_gpu_bench [RESULT.json]
 //        model_gpu_bench --step window|CSA|HCA ROWS   one training step of a layer between cudaProfilerStart and Stop,
@@ -174,38 +174,6 @@ void measure_training(const std::shared_ptr<WeightStore>& weights, const std::sh
   report(figures, "the adapter of four layers to the host", fastest([&] { host_adapter(*trainee); }), "ms");
 }
 
-// One step of `batch` sequences that have `length` tokens each; host: until all its kernels are launched.
-struct DecodingStep {
-  double host = 1e30, whole = 1e30;
-};
-DecodingStep decoding_step(WeightStore& weights, const AdapterBatch* adapters, int batch, int length) {
-  const ModelConfig& c = weights.config();
-  const PlanShape shape = plan_shape(c);
-  std::vector<CacheSlots> slots;
-  const int keys = shape.window + 1, csa = length / shape.csa_ratio + 4, hca = length / shape.hca_ratio + 2;
-  for (int i = 0; i < batch; ++i)
-    slots.push_back({i * keys, keys, i * csa, i * hca, i * 2 * shape.csa_ratio, i * shape.hca_ratio});
-  const CacheShape totals{batch * keys, batch * csa, batch * hca};
-  KvCache cache = make_cache(c, totals, batch * 2 * shape.csa_ratio, batch * shape.hca_ratio, weights.space());
-  ForwardOptions o;
-  o.cache = &cache;
-  o.adapters = adapters;
-  const std::vector<int> ids = tokens(c, batch);
-  std::vector<std::vector<int>> next;
-  for (int id : ids) next.push_back({id});
-  DecodingStep best;
-  for (int round = 0; round < 6; ++round) {
-    const auto start = Clock::now();
-    const SequencePlan plan =
-        plan_cached_step(shape, totals, slots, std::vector<int>(batch, length + round), next, true);
-    forward(weights, plan, o);
-    const double host = std::chrono::duration<double, std::milli>(Clock::now() - start).count();
-    const double whole = milliseconds_since(start);
-    if (round > 0) best = {std::min(best.host, host), std::min(best.whole, whole)};
-  }
-  return best;
-}
-
 std::shared_ptr<DeviceWeights> four_layers() {
   ModelConfig c = testing::flash_config(256);
   c.index_topk = 512;
@@ -226,16 +194,6 @@ Figures measure() {
   }
   measure_passes(*weights, figures);
   measure_training(weights, adapter, figures);
-  AdapterBatch snapshot;
-  snapshot.parts.push_back({adapter, {}, true, nullptr});
-  for (const AdapterBatch* adapters : std::initializer_list<const AdapterBatch*>{nullptr, &snapshot})
-    for (int batch : {1, 16, 64, 256}) {
-      const std::string of = "decoding step of four layers, " + std::to_string(batch) + " sequences of 8000 tokens" +
-                             (adapters ? ", LoRA" : "");
-      const DecodingStep s = decoding_step(*weights, adapters, batch, 8000);
-      report(figures, of, s.whole, "ms");
-      report(figures, of + ": until the host has launched it", s.host, "ms");
-    }
   return figures;
 }
 

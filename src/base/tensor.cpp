@@ -139,6 +139,13 @@ Tensor Tensor::view(Shape shape) const {
   return t;
 }
 
+Tensor Tensor::view(Shape shape, DType type) const {
+  Tensor t = *this;
+  t.dtype_ = type, t.shape_ = std::move(shape), t.numel_ = numel_of(t.shape_);
+  PLUMB_CHECK(t.bytes() == bytes(), to_string(shape_) + " as " + dtype_name(type) + " " + to_string(t.shape_));
+  return t;
+}
+
 Tensor Tensor::rows(int64_t begin, int64_t end) const {
   PLUMB_CHECK(dim() >= 1 && 0 <= begin && begin <= end && end <= size(0),
               std::to_string(begin) + ".." + std::to_string(end) + " of " + to_string(shape_));

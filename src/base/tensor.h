@@ -112,6 +112,7 @@ class Tensor {
   float* f32() const { return ptr<float>(); }
 
   Tensor view(Shape shape) const;                 // same elements, other shape
+  Tensor view(Shape shape, DType type) const;     // same bytes, as elements of another type
   Tensor rows(int64_t begin, int64_t end) const;  // slice of dimension 0, shares memory
   Tensor clone() const;
   void fill(float value);  // f32 on the host

@@ -60,26 +60,29 @@ int64_t kept_layer_bytes(const ModelConfig& c, int64_t rows) {
   return floats * rows * c.num_hidden_layers * static_cast<int64_t>(sizeof(float));
 }
 
-ForwardResult forward(WeightStore& weights, const SequencePlan& plan, const ForwardOptions& o) {
+ForwardResult forward(WeightStore& weights, const PassContext& ctx, Keep keep) {
   const ModelConfig& c = weights.config();
-  const Pass pass(weights, plan, o);
-  const PassContext& ctx = pass.ctx;
   ForwardResult result;
 
   Tensor streams = ops::embed(weights.outer().embed, ctx.tensors.token, c.hc_mult);  // [T, n, d]
   for (int layer = 0; layer < c.num_hidden_layers; ++layer) {
     LayerLease lease = weights.acquire(layer);
-    if (o.keep != Keep::nothing) result.streams.push_back(streams);
+    if (keep != Keep::nothing) result.streams.push_back(streams);
     LayerSaved s;
-    streams = layer_forward(ctx, *lease, layer, streams, s, o.keep == Keep::all);  // [T, n, d]
-    if (o.keep == Keep::outputs) result.outputs.push_back(outputs_of(s));
-    if (o.keep == Keep::all) result.layers.push_back(std::move(s));
+    streams = layer_forward(ctx, *lease, layer, streams, s, keep == Keep::all);  // [T, n, d]
+    if (keep == Keep::outputs) result.outputs.push_back(outputs_of(s));
+    if (keep == Keep::all) result.layers.push_back(std::move(s));
   }
-  if (o.keep != Keep::nothing) result.streams.push_back(streams);
+  if (keep != Keep::nothing) result.streams.push_back(streams);
 
   result.hidden = ops::head_input(ops::gather_rows(streams, ctx.tensors.wanted), head_weights(weights.outer()),
-                                  hyper_options(c), o.numerics);  // [wanted, d]
+                                  hyper_options(c), ctx.numerics);  // [wanted, d]
   return result;
+}
+
+ForwardResult forward(WeightStore& weights, const SequencePlan& plan, const ForwardOptions& o) {
+  const Pass pass(weights, plan, o);
+  return forward(weights, pass.ctx, o.keep);
 }
 
 AuxiliaryResults backward(WeightStore& weights, const SequencePlan& plan, const ForwardOptions& o,

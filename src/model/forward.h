@@ -44,6 +44,8 @@ struct ForwardResult {
 int64_t kept_layer_bytes(const ModelConfig& config, int64_t rows);
 
 ForwardResult forward(WeightStore& weights, const SequencePlan& plan, const ForwardOptions& options);
+// The same in a context that exists already.
+ForwardResult forward(WeightStore& weights, const PassContext& ctx, Keep keep);
 
 // Gradients of a model; members that are undefined are frozen. Adapters' gradients hang at AdapterBatch::Part::grads.
 struct Gradients {

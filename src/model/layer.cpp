@@ -115,15 +115,17 @@ HyperOptions hyper_options(const ModelConfig& c) {
   return {c.hc_sinkhorn_iters, static_cast<float>(c.hc_eps), static_cast<float>(c.rms_norm_eps)};
 }
 
-PassContext make_context(const ModelConfig& c, const SequencePlan& plan, Numerics numerics, Space space) {
+ops::RotaryFrequencies rotary_frequencies(const ModelConfig& c) {
   const int dim = c.qk_rope_head_dim;
-  std::vector<float> compressed;
+  ops::RotaryFrequencies f{ops::rotary_frequencies(dim, c.rope_theta, nullptr), {}};
   if (c.has(LayerKind::csa) || c.has(LayerKind::hca))
-    compressed = ops::rotary_frequencies(dim, c.compress_rope_theta, c.yarn ? &*c.yarn : nullptr);
-  return {c,        plan,
-          numerics, ops::plan_tensors(plan, ops::rotary_frequencies(dim, c.rope_theta, nullptr), compressed, space),
-          nullptr,  nullptr,
-          nullptr,  {}};
+    f.compressed = ops::rotary_frequencies(dim, c.compress_rope_theta, c.yarn ? &*c.yarn : nullptr);
+  return f;
+}
+
+PassContext make_context(const ModelConfig& c, const SequencePlan& plan, Numerics numerics, Space space) {
+  return {c,       plan,    numerics, ops::plan_tensors(plan, rotary_frequencies(c), c.index_topk, space),
+          nullptr, nullptr, nullptr,  {}};
 }
 
 LoraList lora_of(const PassContext& ctx, int layer, LoraPair LayerLora::*pair) {

@@ -115,6 +115,7 @@ Tensor layer_backward(const PassContext& ctx, const LayerWeights& w, int layer, 
                       const LayerSaved& s);
 
 HyperOptions hyper_options(const ModelConfig& config);
+ops::RotaryFrequencies rotary_frequencies(const ModelConfig& config);
 
 // The adapters of one matrix of one layer, and where their gradients go (the same order).
 LoraList lora_of(const PassContext& ctx, int layer, LoraPair LayerLora::*pair);

@@ -1,34 +1,22 @@
 #include "ops/plan_tensors.h"
 
+#include "base/error.h"
 #include "ops/gpu/dispatch.h"
 #include "ops/indexer.h"
 
 namespace plumb::ops {
 namespace {
 
-// i32 where the ops run.
-Tensor numbers(const std::vector<int>& values, Space space) {
-  const Tensor t = Tensor::of(values);
-  return space == Space::device ? to_device(t) : t;
-}
-Tensor slots(const std::vector<int>& values, Space space) { return values.empty() ? Tensor() : numbers(values, space); }
-RowLists lists(const KeyLists& l, Space space) { return {numbers(l.begin, space), numbers(l.row, space)}; }
+Tensor slots(const std::vector<int>& values) { return values.empty() ? Tensor() : Tensor::of(values); }
 
-Compression compression(const CompressionPlan& plan, const std::vector<float>& frequencies, bool all_visible,
-                        Space space) {
+Compression compression(const CompressionPlan& plan, const std::vector<float>& frequencies, bool all_visible) {
   Compression c(plan);
   if (plan.ratio == 0) return c;
-  c.slot = slots(plan.slot, space);
-  c.pending_row = numbers(plan.pending_row, space);
-  c.pending_slot = numbers(plan.pending_slot, space);
-  c.rotary = rotary_table(plan.position, frequencies, space);
-  if (all_visible) c.attended = lists(visible_entries(plan.visible), space);
-#ifdef PLUMB_HAS_CUDA
-  if (space == Space::device) {
-    gpu::upload_sources(c);
-    if (!all_visible) c.visible = gpu::visibility(plan.visible);
-  }
-#endif
+  c.slot = slots(plan.slot);
+  c.pending_row = Tensor::of(plan.pending_row);
+  c.pending_slot = Tensor::of(plan.pending_slot);
+  c.rotary = rotary_table(plan.position, frequencies);
+  if (all_visible) c.attended = visible_entries(plan.visible);
   return c;
 }
 
@@ -40,17 +28,21 @@ RowLists::operator KeyLists() const {
   return {{first, first + begins.numel()}, {number, number + rows.numel()}};
 }
 
-PlanTensors plan_tensors(const SequencePlan& plan, const std::vector<float>& window_frequencies,
-                         const std::vector<float>& compressed_frequencies, Space space) {
+PlanTensors plan_tensors(const SequencePlan& plan, const RotaryFrequencies& frequencies,
+                         [[maybe_unused]] int index_topk, Space space) {
+#ifdef PLUMB_HAS_CUDA
+  if (space == Space::device) return gpu::plan_tensors(plan, frequencies, index_topk);
+#endif
+  PLUMB_CHECK(space == Space::host);
   PlanTensors t;
-  t.token = numbers(plan.token, space);
-  t.key_slot = slots(plan.key_slot, space);
-  t.wanted = numbers(plan.wanted, space);
-  t.window = lists(plan.window, space);
-  t.window_rotary = rotary_table(plan.position, window_frequencies, space);
-  if (!compressed_frequencies.empty()) t.compressed_rotary = rotary_table(plan.position, compressed_frequencies, space);
-  t.csa = compression(plan.csa, compressed_frequencies, false, space);
-  t.hca = compression(plan.hca, compressed_frequencies, true, space);
+  t.token = Tensor::of(plan.token);
+  t.key_slot = slots(plan.key_slot);
+  t.wanted = Tensor::of(plan.wanted);
+  t.window = plan.window;
+  t.window_rotary = rotary_table(plan.position, frequencies.window);
+  if (!frequencies.compressed.empty()) t.compressed_rotary = rotary_table(plan.position, frequencies.compressed);
+  t.csa = compression(plan.csa, frequencies.compressed, false);
+  t.hca = compression(plan.hca, frequencies.compressed, true);
   return t;
 }
 

@@ -16,7 +16,7 @@ struct Visibility {
   const EntryRanges* ranges = nullptr;
   Visibility() = default;
   Visibility(const EntryRanges& ranges) : ranges(&ranges) {}
-  std::shared_ptr<const void> device;  // what the GPU's kernel reads of them (ops/gpu/attention.cpp)
+  std::shared_ptr<const void> device;  // what the GPU's kernel reads of them (ops/gpu/plan_buffers.h)
 };
 
 // The compressed entries of one ratio. Made from a CompressionPlan alone it serves the ops that pool and select.
@@ -41,8 +41,12 @@ struct PlanTensors {
   Compression csa, hca;                          // ratio 0: not made
 };
 
-// frequencies: of the layers of ratio 0, and of the others (empty: there are none). The plan must outlive the result.
-PlanTensors plan_tensors(const SequencePlan& plan, const std::vector<float>& window_frequencies,
-                         const std::vector<float>& compressed_frequencies, Space space = Space::host);
+// Of the layers of ratio 0, and of the others (empty: there are none).
+struct RotaryFrequencies {
+  std::vector<float> window, compressed;
+};
+// index_topk: how many entries the indexer will select, for the device's lists. The plan must outlive the result.
+PlanTensors plan_tensors(const SequencePlan& plan, const RotaryFrequencies& frequencies, int index_topk,
+                         Space space = Space::host);
 
 }  // namespace plumb::ops

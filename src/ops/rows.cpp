@@ -80,7 +80,8 @@ void copy_rows(const Tensor& from, const RowCopy& copy, const Tensor& to) {
   const size_t bytes = from.row_size() * dtype_size(from.dtype());
   for (int64_t i = 0; i < count; ++i) {
     const int64_t source = copy.row.defined() ? copy.row.ptr<int32_t>()[i] : i;
-    const int64_t at = copy.offset + (copy.slot.defined() ? copy.slot.ptr<int32_t>()[i] : i);
+    const int64_t slot = copy.slot.defined() ? copy.slot.ptr<int32_t>()[i] : i, at = copy.offset + slot;
+    if (source == -1 || slot == -1) continue;
     PLUMB_CHECK(0 <= source && source < from.size(0) && 0 <= at && at < to.size(0));
     std::memcpy(to.raw() + at * bytes, from.raw() + source * bytes, bytes);
   }

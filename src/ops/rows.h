@@ -18,7 +18,8 @@ Tensor gather_rows(const Tensor& x, const std::vector<int>& row);
 // into[row[i]] += dy[i], in order of i.
 void scatter_add_rows(const Tensor& dy, const Tensor& row, const Tensor& into);
 
-// to[offset + slot[i]] = from[row[i]]; row and slot i32 or undefined: i. Error: a slot outside of `to`.
+// to[offset + slot[i]] = from[row[i]]; row and slot i32 or undefined: i; where one of them is -1, nothing is copied.
+// Error: a slot outside of `to`.
 struct RowCopy {
   Tensor row, slot;
   int64_t offset = 0;

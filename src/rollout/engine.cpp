@@ -73,6 +73,7 @@ Engine::Engine(WeightStore& weights, const EngineOptions& options, std::shared_p
   check_options(options);
   if (registry_) registry_->require_fit(weights.config());
   cache_ = make_engine_cache(weights.config(), options, weights.space());
+  graphs_ = decode_graphs(weights, cache_);
   for (int lane = options.max_running; lane-- > 0;) free_lanes_.push_back(lane);
 }
 
@@ -127,6 +128,7 @@ EngineStats Engine::stats() const {
   stats.held_key_pages = static_cast<int>(keys.size()), stats.held_entry_pages = static_cast<int>(entries.size());
   stats.cached_pages = prefixes_.size();
   stats.steps = steps_, stats.rows = rows_, stats.preemptions = preemptions_;
+  if (graphs_) stats.decode_graphs = graphs_->stats();
   stats.prefix_hits = prefix_hits_, stats.prefix_hit_tokens = prefix_hit_tokens_;
   return stats;
 }
@@ -148,7 +150,7 @@ std::vector<Event> Engine::step() {
     const bool routed = std::any_of(running_.begin(), running_.end(),
                                     [](const auto& s) { return s.second.rows > 0 && s.second.request.routed_experts; });
     if (routed) o.taps = &taps;
-    const Tensor hidden = forward(weights_, plan, o).hidden;
+    const Tensor hidden = graphs_ ? graphs_->forward(plan, o) : forward(weights_, plan, o).hidden;
     ++steps_, rows_ += plan.rows();
     if (routed) keep_routed(taps);
     return take_results(hidden);

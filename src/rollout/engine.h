@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "model/decode_graphs.h"
 #include "model/forward.h"
 #include "rollout/adapters.h"
 #include "rollout/held_pages.h"
@@ -97,6 +98,7 @@ struct EngineStats {
   int cached_pages = 0;                            // in the prefix cache, held ones included
   int64_t steps = 0, rows = 0, preemptions = 0;    // since the start, as those below
   int64_t prefix_hits = 0, prefix_hit_tokens = 0;  // times that a sequence took pages from the prefix cache; their rows
+  DecodeGraphStats decode_graphs;                  // on a GPU
 };
 
 class Engine {
@@ -186,6 +188,7 @@ class Engine {
   PagePools pools_;
   PrefixCache prefixes_;
   KvCache cache_;
+  std::unique_ptr<DecodeGraphs> graphs_;  // null on the CPU
   std::vector<int> free_lanes_;
   Sequences waiting_, running_;
   RequestId next_id_ = 1;

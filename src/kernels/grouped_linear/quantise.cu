@@ -1,5 +1,6 @@
 // Activations between products: bf16 -> e4m3 with a power-of-two scale for 128 channels, and clamped SwiGLU before it.
-// Both are bound by memory; a warp takes one block of 128 channels of a row, a lane four neighbours of it.
+// Both are bound by memory; a warp takes one block of 128 channels of a row, a lane four neighbours of it. Few rows are
+// shared out among more warps, so that a decoded token does not wait for one warp's loads.
 #include <limits>
 
 #include "kernels/grouped_linear/activation.cuh"
@@ -22,12 +23,14 @@ __device__ __forceinline__ float quantise_block(uint32_t first, uint32_t second,
   return scale;
 }
 
-__global__ void __launch_bounds__(32 * kWarps)
-    quantise_kernel(const uint16_t* x, const int* source_row, int rows, int k, uint8_t* values, float* scales) {
-  const int row = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
+// share of a row's `shares`: every so many runs of kInFlight blocks.
+__global__ void __launch_bounds__(32 * kWarps) quantise_kernel(const uint16_t* x, const int* source_row, int rows,
+                                                               int k, int shares, uint8_t* values, float* scales) {
+  const int item = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int row = item / shares, share = item % shares;
   if (row >= rows) return;
   const uint16_t* source = x + static_cast<size_t>(source_row ? source_row[row] : row) * k + k_of_place(4 * lane);
-  for (int first = 0; first < k; first += kInFlight * kBlock) {
+  for (int first = share * kInFlight * kBlock; first < k; first += shares * kInFlight * kBlock) {
     uint2 v[kInFlight];
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i)
@@ -72,7 +75,10 @@ void quantise_rows(const uint16_t* x, const int* source_row, int rows, int k, ui
   if (rows <= 0 || k <= 0 || k % kBlock != 0)
     throw std::invalid_argument("quantise_rows: rows = " + std::to_string(rows) +
                                 " must be positive and k = " + std::to_string(k) + " a positive multiple of 128");
-  quantise_kernel<<<blocks_for(rows), 32 * kWarps, 0, stream>>>(x, source_row, rows, k, values, scales);
+  const bool few = rows <= kWarps * multiprocessors();
+  const int shares = few ? (k + kInFlight * kBlock - 1) / (kInFlight * kBlock) : 1;
+  quantise_kernel<<<blocks_for(rows * shares), 32 * kWarps, 0, stream>>>(x, source_row, rows, k, shares, values,
+                                                                         scales);
   check_cuda(cudaGetLastError(), "quantise_rows");
 }
 

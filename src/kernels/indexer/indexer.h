@@ -32,7 +32,8 @@ struct IndexGroups {
   std::vector<int> visible_count;  // [rows]
 };
 // begin [rows + 1]: row t sees range[begin[t]] .. range[begin[t + 1] - 1], ascending and disjoint.
-IndexGroups make_index_groups(const std::vector<int>& begin, const std::vector<IndexRange>& range);
+// group_rows: 8 or 1; 0 = whichever costs less.
+IndexGroups make_index_groups(const std::vector<int>& begin, const std::vector<IndexRange>& range, int group_rows = 0);
 
 // The vectors of IndexGroups on the device.
 struct IndexGroupsDevice {

@@ -151,8 +151,9 @@ cudaError_t launch_select(const IndexSelection& s, int first_group, int last_gro
     return cudaGetLastError();
   }
   const auto launch = [&](auto* kernel, int threads) {
-    const int bytes = columns * 4;
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+    const int bytes = columns * 4;  // the limit is the same in all calls: a recorded launch keeps relying on it
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedColumns * 4);
     if (error != cudaSuccess) return error;
     kernel<<<rows, threads, bytes, stream>>>(a);
     return cudaGetLastError();
@@ -222,7 +223,8 @@ int groups_that_fit(const IndexGroups& g, int first_group, size_t bytes, int& co
 }  // namespace
 }  // namespace indexer
 
-IndexGroups make_index_groups(const std::vector<int>& begin, const std::vector<IndexRange>& range) {
+IndexGroups make_index_groups(const std::vector<int>& begin, const std::vector<IndexRange>& range, int group_rows) {
+  if (group_rows != 0) return indexer::make_groups(begin, range, group_rows);
   IndexGroups eight = indexer::make_groups(begin, range, 8), one = indexer::make_groups(begin, range, 1);
   // Tiles are computed for all rows of a group; one row at a time keeps the tensor cores half as busy.
   return eight.tile_first.size() * 8 <= one.tile_first.size() * 2 ? eight : one;

@@ -1,4 +1,4 @@
-// A warp a row; lane l holds the experts l, l + 32, ...
+// A warp chooses for a row; lane l holds the experts l, l + 32, ...
 #include "kernels/router/router.h"
 
 #include <cmath>
@@ -34,17 +34,29 @@ __device__ __forceinline__ uint64_t warp_largest(uint64_t key) {
   return key;
 }
 
+// kTogether: a block's warps share the scores of one row, in FP64 the longest part; else each warp has a row.
+template <bool kTogether>
 __global__ void __launch_bounds__(32 * kWarps)
     route_kernel(const float* logits, Sizes s, Choice c, int* expert, float* weight, float* score) {
-  const int row = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, row = kTogether ? blockIdx.x : blockIdx.x * kWarps + warp;
   if (row >= s.rows) return;
   logits += static_cast<size_t>(row) * s.experts;
+  const auto score_of = [&](int e) {
+    const float value = static_cast<float>(sqrt_softplus(logits[e]));
+    if (score) score[static_cast<size_t>(row) * s.experts + e] = value;
+    return value;
+  };
   float mine[kPerLane];
+  if constexpr (kTogether) {
+    __shared__ float all[kMostExperts];
+    for (int e = threadIdx.x; e < s.experts; e += 32 * kWarps) all[e] = score_of(e);
+    __syncthreads();
+    if (warp > 0) return;
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int e = lane + 32 * i;
-    mine[i] = e < s.experts ? static_cast<float>(sqrt_softplus(logits[e])) : 0.0f;
-    if (score && e < s.experts) score[static_cast<size_t>(row) * s.experts + e] = mine[i];
+    for (int i = 0; i < kPerLane; ++i) mine[i] = lane + 32 * i < s.experts ? all[lane + 32 * i] : 0.0f;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) mine[i] = lane + 32 * i < s.experts ? score_of(lane + 32 * i) : 0.0f;
   }
 
   int chosen = -1;  // lane j: the expert of slot j
@@ -185,7 +197,11 @@ void route(const float* logits, const Sizes& s, const Choice& choice, int* exper
   check("router: route", s);
   require((choice.token == nullptr) == (choice.table == nullptr), "router: route",
           "a hash layer needs both the tokens and the table");
-  route_kernel<<<(s.rows + kWarps - 1) / kWarps, 32 * kWarps, 0, stream>>>(logits, s, choice, expert, weight, score);
+  if (s.rows <= kWarps * multiprocessors())
+    route_kernel<true><<<s.rows, 32 * kWarps, 0, stream>>>(logits, s, choice, expert, weight, score);
+  else
+    route_kernel<false>
+        <<<(s.rows + kWarps - 1) / kWarps, 32 * kWarps, 0, stream>>>(logits, s, choice, expert, weight, score);
   check_cuda(cudaGetLastError(), "router: route");
 }
 

@@ -130,22 +130,34 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
 }
 
-// The parts of 64 rows x 128 outputs, in the places of a consumer warpgroup. p.parts is null: this finishes the
-// product.
+// The parts of 64 rows x 128 outputs: added by all threads, so that one row is not the work of four lanes, then taken
+// to the places of a consumer warpgroup. p.parts is null: this finishes the product.
 __global__ void __launch_bounds__(128) add_parts_kernel(const Thin p, const float* parts) {
-  const int lane = threadIdx.x % 32, row = blockIdx.y * 64 + threadIdx.x / 32 * 16 + lane / 4,
-            column = blockIdx.x * kTile;
-  float total[1][64] = {};
-  for (int part = 0; part < p.part_count(); ++part) {
-#pragma unroll
-    for (int i = 0; i < 32; ++i) {  // pairs of outputs
-      const int r = row + i % 2 * 8, n = column + i / 2 * 8 + 2 * (lane % 4);
-      if (r >= p.rows || n >= p.n) continue;
-      const float2 v = *reinterpret_cast<const float2*>(parts + (static_cast<size_t>(part) * p.rows + r) * p.n + n);
-      total[0][2 * i] = __fadd_rn(total[0][2 * i], v.x), total[0][2 * i + 1] = __fadd_rn(total[0][2 * i + 1], v.y);
+  constexpr int kRows = 64;
+  __shared__ float sums[kRows][kTile + 8];
+  const int first_row = blockIdx.y * kRows, column = blockIdx.x * kTile;
+  const int rows = min(kRows, p.rows - first_row), columns = min(kTile, p.n - column), quads = columns / 4;
+  for (int item = threadIdx.x; item < rows * quads; item += 128) {
+    const int r = item / quads, n = item % quads * 4;
+    const float* from = parts + static_cast<size_t>(first_row + r) * p.n + column + n;
+    float4 total = {};
+#pragma unroll 8
+    for (int part = 0; part < p.part_count(); ++part) {
+      const float4 v = __ldg(reinterpret_cast<const float4*>(from + static_cast<size_t>(part) * p.rows * p.n));
+      total.x = __fadd_rn(total.x, v.x), total.y = __fadd_rn(total.y, v.y);
+      total.z = __fadd_rn(total.z, v.z), total.w = __fadd_rn(total.w, v.w);
     }
+    *reinterpret_cast<float4*>(&sums[r][n]) = total;
   }
-  finish(p, total, row, column, lane);
+  __syncthreads();
+  const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane / 4;
+  float total[1][64] = {};
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {  // pairs of outputs
+    const int r = row + i % 2 * 8, n = i / 2 * 8 + 2 * (lane % 4);
+    if (r < rows && n < columns) total[0][2 * i] = sums[r][n], total[0][2 * i + 1] = sums[r][n + 1];
+  }
+  finish(p, total, first_row + row, column, lane);
 }
 
 int tiles(int count) { return (count + kTile - 1) / kTile; }

@@ -125,6 +125,19 @@ __global__ void __launch_bounds__(kThreads) meeting_kernel(const __grid_constant
   store_values(total, p.out, p.out_bf16, target);
 }
 
+// By a warp: to[i] = from[i] + offset.
+__device__ __forceinline__ void copy_numbers(const int* from, int count, int offset, int* to, int lane) {
+  for (int first = lane; first < count; first += 32 * kFlight) {
+    int v[kFlight];
+#pragma unroll
+    for (int i = 0; i < kFlight; ++i)
+      if (first + 32 * i < count) v[i] = __ldg(from + first + 32 * i);
+#pragma unroll
+    for (int i = 0; i < kFlight; ++i)
+      if (first + 32 * i < count) to[first + 32 * i] = v[i] + offset;
+  }
+}
+
 __global__ void __launch_bounds__(kThreads)
     merge_kernel(Lists window, Lists entries, int offset, int rows, int* begin, int* out) {
   const int row = warp_row(), lane = threadIdx.x % 32;
@@ -133,10 +146,8 @@ __global__ void __launch_bounds__(kThreads)
             e_end = entries.begin[row + 1];
   if (lane == 0) begin[row] = w + e;
   if (lane == 0 && row == rows - 1) begin[rows] = w_end + e_end;
-  out += w + e;
-  for (int i = lane; i < w_end - w; i += 32) out[i] = window.row[w + i];
-  out += w_end - w;
-  for (int i = lane; i < e_end - e; i += 32) out[i] = entries.row[e + i] + offset;
+  copy_numbers(window.row + w, w_end - w, 0, out + w + e, lane);
+  copy_numbers(entries.row + e, e_end - e, offset, out + w_end + e, lane);
 }
 
 void check_width(const char* where, int rows, int width) {

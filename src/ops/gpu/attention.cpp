@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <map>
-#include <memory>
 
 #include "kernels/compressor/compressor.h"
 #include "kernels/indexer/indexer.h"
@@ -11,6 +9,7 @@
 #include "kernels/rows/rows.h"
 #include "kernels/sparse_attention/sparse_attention.h"
 #include "ops/gpu/gpu_ops.h"
+#include "ops/gpu/plan_buffers.h"
 #include "ops/gpu/support.h"
 
 namespace plumb::ops::gpu {
@@ -24,28 +23,7 @@ void check_heads(const Tensor& q) {
        "the GPU kernels take 64 or 128 heads of 512; use kernels = \"reference\"");
 }
 
-// What the indexer's kernel reads of the ranges.
-struct DeviceVisibility {
-  kernels::IndexGroups groups;
-  Tensor tile_begin, tile_first, visible, visible_count;
-  mutable std::map<int, Tensor> list_begin;  // top-k -> where each row's list begins
-};
-
 }  // namespace
-
-Visibility visibility(const EntryRanges& ranges) {
-  std::vector<kernels::IndexRange> range;
-  for (const EntryRange& r : ranges.range) range.push_back({r.first, r.last});
-  auto d = std::make_shared<DeviceVisibility>();
-  d->groups = kernels::make_index_groups(ranges.begin, range);
-  d->tile_begin = upload(d->groups.tile_begin);
-  d->tile_first = upload(d->groups.tile_first);
-  d->visible = upload(std::vector<int64_t>(d->groups.visible.begin(), d->groups.visible.end()));
-  d->visible_count = upload(d->groups.visible_count);
-  Visibility v(ranges);
-  v.device = d;
-  return v;
-}
 
 RowLists merge_keys(const RowLists& window, const RowLists& entries, int key_rows) {
   PLUMB_CHECK(window.size() == entries.size());
@@ -62,15 +40,10 @@ RowLists select_entries(const Tensor& q, const Tensor& w, const Tensor& keys, co
          "the GPU kernels take 64 heads of 128; use kernels = \"reference\"");
   PLUMB_CHECK(visible.device != nullptr, "the plan's tensors are on the host");
   const auto& d = *static_cast<const DeviceVisibility*>(visible.device.get());
+  PLUMB_CHECK(d.topk == topk, "the plan's tensors are for the best " + std::to_string(d.topk));
   int64_t total = 0;
   for (int count : d.groups.visible_count) total += std::min(count, topk);
-  Tensor& begin = d.list_begin[topk];  // the same in all layers of a pass
-  if (!begin.defined()) {
-    std::vector<int> at{0};
-    for (int count : d.groups.visible_count) at.push_back(at.back() + std::min(count, topk));
-    begin = upload(at);
-  }
-  const RowLists chosen(begin, empty({total}, DType::i32));
+  const RowLists chosen(d.list_begin, empty({total}, DType::i32));
   if (total == 0) return chosen;
   constexpr size_t kScores = size_t{64} << 20;  // larger ones are not faster (docs/kernels/indexer.md)
   const Tensor memory = workspace(std::max<size_t>(kernels::index_workspace(d.groups, kScores), 256));
@@ -139,14 +112,6 @@ kernels::CompressedPooling pooling(const Compression& c, const ProjectedRows& ro
           static_cast<int>(rows.kv.size(1)) / (plan.slots / plan.ratio)};
 }
 }  // namespace
-
-void upload_sources(Compression& c) {
-  const CompressionPlan& plan = *c.plan;
-  c.source = upload(plan.source);
-  const int rows = static_cast<int>(plan.visible.begin.size()) - 1;
-  const kernels::SlotUseLists uses = kernels::transpose_sources(plan.source, rows, plan.ratio, plan.slots);
-  c.use_begin = upload(uses.begin), c.use = upload(uses.use);
-}
 
 Tensor pool_entries(const Compression& c, const ProjectedRows& rows, const Tensor& ape, const RoundAt& at) {
   require_kind(at, PointKind::bf16, "pool_entries");

@@ -33,6 +33,9 @@ Tensor finish_vectors(const Tensor& x, const Tensor& weight, const RotaryTable& 
 Tensor finish_vectors_backward(const Tensor& d_y, const Tensor& x, const Tensor& weight, const RotaryTable& table,
                                const VectorSteps& steps, const Tensor& dweight);
 
+// plan_buffers.cpp
+PlanTensors plan_tensors(const SequencePlan& plan, const RotaryFrequencies& frequencies, int index_topk);
+
 // linear.cpp
 Tensor linear(const Tensor& x, const Linear& w, const LoraList& lora, const LinearPoints& points);
 Tensor linear_backward(const Tensor& dy, const Tensor& x, const Linear& w, const LoraList& lora,
@@ -42,8 +45,6 @@ Tensor grouped_output_backward(const Tensor& dy, const Tensor& x, const GroupedW
                                const std::vector<LoraGrad>& lora_grads, const Tensor& dw);
 
 // attention.cpp
-Visibility visibility(const EntryRanges& ranges);
-void upload_sources(Compression& compression);
 RowLists merge_keys(const RowLists& window, const RowLists& entries, int key_rows);
 RowLists select_entries(const Tensor& q, const Tensor& w, const Tensor& keys, const Visibility& visible, int topk);
 RotatedAttention rotated_attention(const Tensor& q, const Tensor& keys, const RowLists& lists, const Tensor& sink,

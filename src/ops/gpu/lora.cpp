@@ -7,6 +7,7 @@
 
 #include "kernels/glue/glue.h"
 #include "kernels/row_linear/row_linear.h"
+#include "ops/gpu/recording.h"
 
 namespace plumb::ops::gpu {
 namespace {
@@ -18,6 +19,7 @@ namespace lo = kernels::lora;
 Tensor address_table(const std::vector<Tensor>& tensors) {
   std::vector<uint64_t> addresses;
   for (const Tensor& t : tensors) addresses.push_back(reinterpret_cast<uintptr_t>(t.raw()));
+  if (recording()) return recorded_constant(Tensor::of(std::vector<int64_t>(addresses.begin(), addresses.end())));
   const Tensor table = workspace(addresses.size() * sizeof(uint64_t));
   kernels::glue::write_words(addresses.data(), static_cast<int>(addresses.size()),
                              reinterpret_cast<uint64_t*>(table.raw()), kStream);
@@ -30,7 +32,10 @@ Tensor kept(Tensor* place, F&& make) {
   if (!place) return make();
   static std::mutex mutex;
   std::lock_guard lock(mutex);
-  if (!place->defined()) *place = make();
+  if (!place->defined()) {
+    require_not_recording("what is kept of an adapter");
+    *place = make();
+  }
   return *place;
 }
 
@@ -92,6 +97,7 @@ LoraSet lora_set(const LoraList& lora, int64_t rows, bool gate_up) {
 }
 
 Tensor row_numbers(std::vector<int> values) {
+  if (recording()) return recorded_row_numbers(values);
   constexpr size_t kKept = 4;  // dense ones, and those of wo_a in both directions
   static std::mutex mutex;
   static auto& known = *new std::deque<std::pair<std::vector<int>, Tensor>>;  // the newest first; never freed

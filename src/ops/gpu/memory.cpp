@@ -5,6 +5,7 @@
 #include <mutex>
 #include <vector>
 
+#include "ops/gpu/recording.h"
 #include "ops/gpu/support.h"
 
 namespace plumb::ops::gpu {
@@ -60,15 +61,18 @@ class StreamMemory : public DeviceMemory {
     check(cudaMemPoolSetAttribute(pool, cudaMemPoolAttrReleaseThreshold, &keep), "setting up the memory pool");
   }
   std::shared_ptr<void> allocate(size_t bytes) override {
+    if (RecordedMemory* recorded = recorded_memory()) return recorded->allocate(bytes);
     void* memory = nullptr;
     check(cudaMallocAsync(&memory, bytes, kStream), ("allocating " + std::to_string(bytes) + " bytes").c_str());
-    return std::shared_ptr<void>(memory, [](void* p) { cudaFreeAsync(p, kStream); });  // at exit CUDA may be gone
+    return std::shared_ptr<void>(memory,
+                                 [](void* p) { cudaFreeAsync(p, program_stream()); });  // at exit CUDA may be gone
   }
   std::shared_ptr<void> staging(size_t bytes) override { return pinned_.take(bytes); }
   void zero(void* to, size_t bytes) override { check(cudaMemsetAsync(to, 0, bytes, kStream), "clearing memory"); }
   void copy(void* to, Space to_space, const void* from, Space from_space, size_t bytes) override {
     if (to_space == Space::device && from_space == Space::device)
       return check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, kStream), "copying on the device");
+    require_not_recording(("a copy of " + std::to_string(bytes) + " bytes to or from the host").c_str());
     // From memory that is not pinned the call returns when the bytes have left it.
     const auto kind = to_space == Space::device ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
     check(cudaMemcpyAsync(to, from, bytes, kind, kStream), "copying to or from the device");

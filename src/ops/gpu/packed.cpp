@@ -4,6 +4,8 @@
 #include <mutex>
 #include <utility>
 
+#include "ops/gpu/recording.h"
+
 namespace plumb::ops::gpu {
 
 namespace gl = kernels::grouped_linear;
@@ -65,7 +67,10 @@ WorkList work_list(const Groups& groups, int64_t rows, int outputs) {
   static auto& known = *new std::map<std::pair<int64_t, int>, WorkList>;  // never freed, like one_group's
   std::lock_guard lock(mutex);
   WorkList& list = known[{rows, outputs}];
-  if (!list.memory.defined()) list = list_of(groups, rows, outputs, width);
+  if (!list.memory.defined()) {
+    require_not_recording("a work list that is kept");
+    list = list_of(groups, rows, outputs, width);
+  }
   return list;
 }
 WorkList wide_work_list(const Groups& groups, int64_t rows, int outputs) {

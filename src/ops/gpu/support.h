@@ -9,8 +9,11 @@
 namespace plumb::ops::gpu {
 
 // All work of the program is enqueued on one stream, in order of the calls: memory that an op frees may be given to the
-// next one at once.
-constexpr cudaStream_t kStream = nullptr;
+// next one at once. While a thread records (recording.h), what its ops enqueue goes to the recording instead.
+struct Stream {
+  operator cudaStream_t() const;
+};
+inline constexpr Stream kStream;
 
 // Error if a CUDA call failed; `what` names it.
 void check(cudaError_t error, const char* what);

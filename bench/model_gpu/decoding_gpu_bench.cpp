@@ -1,0 +1,190 @@
+// Decoding steps of four layers of Flash's shape (256 experts, adapters of rank 8 on all targets) on one GPU, plain and
+// replayed as CUDA graphs.
+//
+// usage: decoding_gpu_bench [RESULT.json]
+//        decoding_gpu_bench --step BATCH   one plain step of so many sequences between cudaProfilerStart and Stop, for
+//                                          ncu --profile-from-start off
+#include <cuda_profiler_api.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <ctime>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "base/files.h"
+#include "flash_model.h"
+#include "memory/device_weights.h"
+#include "model/decode_graphs.h"
+#include "ops/device.h"
+
+namespace plumb {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+using Json = nlohmann::ordered_json;
+
+constexpr int kLength = 8000;  // tokens of each sequence
+constexpr int kSteps = 8;      // of a round: two of them make entries of ratio 4
+
+double milliseconds(Clock::time_point start) {
+  return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+}
+void wait_for_device() { to_host(to_device(Tensor::full({1}, 0))); }
+
+// `batch` sequences over a cache, plain or through graphs; the same positions again and again.
+class Decoding {
+ public:
+  Decoding(WeightStore& weights, const AdapterBatch* adapters, int batch)
+      : weights_(weights), shape_(plan_shape(weights.config())), batch_(batch) {
+    const int keys = shape_.window + kSteps;
+    const int csa = kLength / shape_.csa_ratio + kSteps, hca = kLength / shape_.hca_ratio + kSteps;
+    for (int i = 0; i < batch; ++i) {
+      slots_.push_back({i * keys, keys, i * csa, i * hca, i * 2 * shape_.csa_ratio, i * shape_.hca_ratio});
+      next_.push_back({static_cast<int>((int64_t{i} * 131 + int64_t{i} * i * 7) % weights.config().vocab_size)});
+    }
+    totals_ = {batch * keys, batch * csa, batch * hca};
+    cache_ =
+        make_cache(weights.config(), totals_, batch * 2 * shape_.csa_ratio, batch * shape_.hca_ratio, weights.space());
+    options_.cache = &cache_;
+    options_.adapters = adapters;
+    graphs_ = decode_graphs(weights, cache_);
+  }
+  Decoding(const Decoding&) = delete;
+
+  void step(int number, bool replayed) {
+    const SequencePlan plan =
+        plan_cached_step(shape_, totals_, slots_, std::vector<int>(batch_, kLength + number % kSteps), next_, true);
+    if (replayed)
+      graphs_->forward(plan, options_);
+    else
+      forward(weights_, plan, options_);
+  }
+
+  // Mean over the steps of a round, of the fastest of some rounds. host: until all is launched.
+  struct Times {
+    double host = 1e30, whole = 1e30;
+  };
+  Times measure(bool replayed) {
+    constexpr int kRounds = 4;  // the first two are not counted: by then each shape has its graph
+    Times best;
+    for (int round = 0; round < kRounds; ++round) {
+      double host = 0, whole = 0;
+      for (int s = 0; s < kSteps; ++s) {
+        const int64_t recordings = graphs_->stats().recordings;
+        const auto start = Clock::now();
+        step(s, replayed);
+        host += milliseconds(start) / kSteps;
+        wait_for_device();
+        whole += milliseconds(start) / kSteps;
+        if (graphs_->stats().recordings > recordings) recording_ = milliseconds(start);
+      }
+      if (round >= 2) best = {std::min(best.host, host), std::min(best.whole, whole)};
+    }
+    return best;
+  }
+  double recording() const { return recording_; }  // ms of the latest step that was run and recorded
+  DecodeGraphStats stats() const { return graphs_->stats(); }
+
+ private:
+  WeightStore& weights_;
+  PlanShape shape_;
+  int batch_;
+  std::vector<CacheSlots> slots_;
+  std::vector<std::vector<int>> next_;
+  CacheShape totals_;
+  KvCache cache_;
+  ForwardOptions options_;
+  std::unique_ptr<DecodeGraphs> graphs_;
+  double recording_ = 0;
+};
+
+std::shared_ptr<DeviceWeights> four_layers() {
+  ModelConfig c = testing::flash_config(256);
+  c.index_topk = 512;
+  return std::make_shared<DeviceWeights>(testing::flash_model(1, c));
+}
+
+// Of `count` adapters, in turns.
+AdapterBatch in_turns(const std::vector<std::shared_ptr<Adapter>>& adapters, int count, int batch) {
+  AdapterBatch rows;
+  for (int a = 0; a < std::min(count, batch); ++a) {
+    rows.parts.push_back({adapters[a], {}, false, nullptr});
+    for (int r = a; r < batch; r += count) rows.parts.back().rows.push_back(r);
+  }
+  return rows;
+}
+
+Json measure() {
+  const auto weights = four_layers();
+  std::vector<std::shared_ptr<Adapter>> adapters;
+  for (int a = 0; a < 2; ++a) adapters.push_back(testing::flash_adapter(weights->config(), 8, 2 + a));
+  Json figures = Json::array();
+  std::printf("sequences adapters  plain ms (launching)  replayed ms (launching)  recording ms  graphs MB\n");
+  for (int count : {0, 1, 2})
+    for (int batch : {1, 16, 64, 256}) {
+      if (count > batch) continue;
+      const AdapterBatch rows = in_turns(adapters, count, batch);
+      Decoding decoding(*weights, count > 0 ? &rows : nullptr, batch);
+      const Decoding::Times plain = decoding.measure(false), replayed = decoding.measure(true);
+      const double megabytes = 1e-6 * static_cast<double>(decoding.stats().bytes);
+      std::printf("%9d %8d %9.3f (%.3f) %15.3f (%.3f) %17.1f %10.1f\n", batch, count, plain.whole, plain.host,
+                  replayed.whole, replayed.host, decoding.recording(), megabytes);
+      figures.push_back({{"sequences", batch},
+                         {"adapters", count},
+                         {"plain, ms", plain.whole},
+                         {"of it launching", plain.host},
+                         {"replayed, ms", replayed.whole},
+                         {"of it launching, replayed", replayed.host},
+                         {"a step with its recording, ms", decoding.recording()},
+                         {"memory of two graphs, MB", megabytes}});
+    }
+  return figures;
+}
+
+void profile_step(int batch) {
+  const auto weights = four_layers();
+  Decoding decoding(*weights, nullptr, batch);
+  decoding.measure(false);
+  cudaProfilerStart();
+  decoding.step(0, false);
+  wait_for_device();
+  cudaProfilerStop();
+}
+
+}  // namespace
+}  // namespace plumb
+
+int main(int argc, char** argv) {
+  try {
+    setvbuf(stdout, nullptr, _IOLBF, 0);
+    const plumb::ops::DeviceStatus device = plumb::ops::open_device();
+    if (!device.usable) {
+      std::printf("skipped: %s\n", device.what.c_str());
+      return 77;
+    }
+    if (argc == 3 && std::string(argv[1]) == "--step") {
+      plumb::profile_step(std::max(1, std::atoi(argv[2])));
+      return 0;
+    }
+    char date[16];
+    const std::time_t now = std::time(nullptr);
+    std::strftime(date, sizeof date, "%F", std::gmtime(&now));
+    const plumb::Json all = {
+        {"name", "decoding_gpu"},
+        {"title", "Decoding steps on a GPU"},
+        {"date", date},
+        {"device", device.what},
+        {"command",
+         "decoding_gpu_bench: four layers of Flash's shape, 256 experts, sequences of 8,000 tokens, adapters of rank 8 "
+         "on all targets; mean of eight steps"},
+        {"figures", plumb::measure()}};
+    if (argc > 1) plumb::write_text(argv[1], all.dump(2) + "\n");
+    return 0;
+  } catch (const std::exception& e) {
+    std::fprintf(stderr, "%s\n", e.what());
+    return 1;
+  }
+}
