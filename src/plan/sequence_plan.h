@@ -127,8 +127,8 @@ struct PagedRun {
 };
 SequencePlan plan_paged_step(const PlanShape& shape, const PageShape& pages, const std::vector<PagedRun>& runs);
 
-// A step over a cache, all of whose rows are wanted, in the sizes of a larger one: of the rows added, each repeats row 0
-// (so it goes the same way through all experts) but keeps nothing; entries added pool row 0 alone and are stored
+// A step over a cache, all of whose rows are wanted, in the sizes of a larger one: of the rows added, each repeats row
+// 0 (so it goes the same way through all experts) but keeps nothing; entries added pool row 0 alone and are stored
 // nowhere. What is added has the slots -1. Rows and entries of the step keep their numbers and their results. Pending
 // rows become as many as rows. Sizes not less than the step's; entries of a ratio that the model does not have: 0.
 struct StepSize {
