@@ -89,8 +89,8 @@ struct Producer {
       const uint8_t* rows = static_cast<const uint8_t*>(part < 2 ? p.q : p.d_o) +
                             static_cast<size_t>(index) * kTileBytes + (part & 1) * (kRowBytes / 2) +
                             warp * 16 * kRowBytes;
-      gather_rows<16, kPanelBytes>(s.q[0] + part * kHalfBytes, warp * 16,
-                                   [&](int r, bool&) { return rows + r * kRowBytes; });
+      gather_rows<16, kPanelBytes, 4>(s.q[0] + part * kHalfBytes, warp * 16,
+                                      [&](int r, bool&) { return rows + r * kRowBytes; });
     }
     copy_commit();
   }
@@ -98,7 +98,7 @@ struct Producer {
   __device__ void gather_keys(int entry, int half) {
     if (half == 0) barrier_wait(&s.left_empty, (blocks & 1) ^ 1);
     const uint8_t* kv = static_cast<const uint8_t*>(p.kv) + half * (kRowBytes / 2);
-    gather_rows<16, kPanelBytes>(s.keys[half], warp * 16, [&](int r, bool& is_key) {
+    gather_rows<16, kPanelBytes, 4>(s.keys[half], warp * 16, [&](int r, bool& is_key) {
       const int row = __shfl_sync(~0u, entry, r);
       is_key = row >= 0;
       return kv + static_cast<size_t>(max(row, 0)) * kRowBytes;

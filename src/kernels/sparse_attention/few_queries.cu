@@ -67,7 +67,7 @@ __device__ __forceinline__ void gather_keys(Shared& s, const SparseAttentionForw
   if constexpr (kFp8)
     gather_fp8_rows(s.keys[half], first_row, half, kv, entry);
   else
-    gather_rows<8, kPanelBytes>(s.keys[half], first_row, [&](int r, bool& is_key) {
+    gather_rows<8, kPanelBytes, 4>(s.keys[half], first_row, [&](int r, bool& is_key) {
       const int row = __shfl_sync(~0u, entry, r);
       is_key = row >= 0;
       return kv + static_cast<size_t>(max(row, 0)) * kRowBytes + half * 512;
@@ -271,8 +271,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   }
   const uint8_t* heads =
       static_cast<const uint8_t*>(p.q) + static_cast<size_t>(index) * kTileBytes + (warp & 7) * 8 * kRowBytes;
-  gather_rows<8, kPanelBytes>(s.q[warp >> 3], (warp & 7) * 8,
-                              [&](int r, bool&) { return heads + r * kRowBytes + (warp >> 3) * 512; });
+  gather_rows<8, kPanelBytes, 4>(s.q[warp >> 3], (warp & 7) * 8,
+                                 [&](int r, bool&) { return heads + r * kRowBytes + (warp >> 3) * 512; });
   const Item item = item_at(p.lists, p.heads / kTileHeads, index);
   const int blocks = block_count(item);
   Consumer consumer{s, p.scale * kLog2e, warp * 16 + (lane >> 2)};

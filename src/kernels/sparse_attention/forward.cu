@@ -48,8 +48,8 @@ __device__ __forceinline__ void produce(Shared& s, const SparseAttentionForward&
     barrier_wait(&s.q_empty, (item_number & 1) ^ 1);
 #pragma unroll 1
     for (int half = 0; half < 2; ++half)
-      gather_rows<8, kPanelBytes>(s.q[half], first_row,
-                                  [&](int r, bool&) { return heads + r * kRowBytes + half * 512; });
+      gather_rows<8, kPanelBytes, 8>(s.q[half], first_row,
+                                     [&](int r, bool&) { return heads + r * kRowBytes + half * 512; });
     copy_commit();
     for (int b = 0, blocks = block_count(item); b < blocks; ++b, ++block) {
       const int buffer = block & 1, mine = entry;
@@ -67,7 +67,7 @@ __device__ __forceinline__ void produce(Shared& s, const SparseAttentionForward&
         if constexpr (kFp8)
           gather_fp8_rows(s.keys[buffer][half], first_row, half, kv, mine);
         else
-          gather_rows<8, kPanelBytes>(s.keys[buffer][half], first_row, [&](int r, bool& is_key) {
+          gather_rows<8, kPanelBytes, 8>(s.keys[buffer][half], first_row, [&](int r, bool& is_key) {
             const int row = __shfl_sync(~0u, mine, r);
             is_key = row >= 0;
             return kv + static_cast<size_t>(max(row, 0)) * kRowBytes + half * 512;

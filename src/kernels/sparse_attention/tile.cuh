@@ -43,12 +43,12 @@ __device__ __forceinline__ int list_entry(const KeyLists& lists, const Item& ite
 
 // One warp copies 512 bytes (256 columns) of each of kRows rows into four panels of kPanel bytes. source(r, present)
 // gives a readable address and clears present where zeros belong (never a null pointer: arithmetic on one lets the
-// compiler drop the test). first_row is a multiple of 8.
-template <int kRows, int kPanel, class Source>
+// compiler drop the test). first_row is a multiple of 8. kUnroll: rows whose addresses are made beside each other.
+template <int kRows, int kPanel, int kUnroll, class Source>
 __device__ __forceinline__ void gather_rows(uint8_t* panels, int first_row, const Source& source) {
   const int lane = threadIdx.x & 31;
   const uint32_t base = hopper::shared_address(panels) + (lane >> 3) * kPanel + first_row * 128;
-#pragma unroll 4
+#pragma unroll kUnroll
   for (int r = 0; r < kRows; ++r) {
     bool present = true;
     const uint8_t* row = source(r, present);
