@@ -67,17 +67,14 @@ void check_product(const Weights& w, const Activations& a, const Plan& plan) {
 }
 
 // Lists the tiles of one group. Tiles that share weights follow each other, so that blocks which run at the same time
-// share them in L2. Rows are divided evenly, in slabs of 64 (the tensor cores' rows): two tiles of three slabs take
-// less time than one of four and one of two, which would wait for its weights to be expanded.
+// share them in L2.
 __device__ void list_tiles(int group, int first_row, int rows, int width, int weight_tiles, Tile* tiles) {
-  const int row_tiles = (rows + width - 1) / width, slab_rows = min(width, kSlabRows);
-  const int slabs = (rows + slab_rows - 1) / slab_rows;
-  const auto row_of = [&](int tile) { return min(tile * slabs / row_tiles * slab_rows, rows); };
+  const int row_tiles = (rows + width - 1) / width;
   for (int i = threadIdx.x; i < row_tiles * weight_tiles; i += blockDim.x) {
     const int band = i / (kBandTiles * weight_tiles), in_band = i % (kBandTiles * weight_tiles);
     const int band_tiles = min(kBandTiles, row_tiles - band * kBandTiles);
-    const int tile = band * kBandTiles + in_band % band_tiles, row = row_of(tile);
-    tiles[i] = {group, first_row + row, row_of(tile + 1) - row, in_band / band_tiles};
+    const int row = (band * kBandTiles + in_band % band_tiles) * width;
+    tiles[i] = {group, first_row + row, min(width, rows - row), in_band / band_tiles};
   }
 }
 

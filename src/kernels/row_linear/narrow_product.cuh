@@ -1,8 +1,9 @@
 // The bf16 product for few rows: bound by reading the weight. The weight is the 64-row operand, the rows of x are the
 // columns of the tensor cores' products; one chain over K in order, as in the wide product, so the bits are the same.
 //
-// A block computes 64 outputs of all rows. Warps 0 to 3 multiply, a thread of warp 4 feeds six stages of 64 of K: two
-// blocks a multiprocessor, 48 KB of the weight on the way in each. An epilogue gets the accumulators.
+// A block computes 64 outputs of all rows. Warps 0 to 3 multiply, a thread of warp 4 feeds stages of 64 of K: as many
+// as fit, or half of that for two blocks a multiprocessor where there are enough of them. An epilogue gets the
+// accumulators.
 #pragma once
 #include "kernels/hopper/barrier.cuh"
 #include "kernels/hopper/shared_memory.cuh"
@@ -14,13 +15,14 @@ namespace plumb::kernels::narrow_product {
 
 using namespace hopper;
 
-constexpr int kOutputs = 64, kDepth = 64, kStages = 6, kThreads = 160;
+constexpr int kOutputs = 64, kDepth = 64, kThreads = 160;
 constexpr int kMostRows = 128;
 constexpr int kWeightBytes = kOutputs * 128;
 
-template <int kRows>
+template <int kRows, bool kPairs>
 struct Memory {
   static constexpr int kStageBytes = kWeightBytes + kRows * 128;
+  static constexpr int kStages = (kPairs ? 112 : 224) * 1024 / kStageBytes;
   static constexpr int kBarrierStart = kStages * kStageBytes, kBytes = kBarrierStart + 2 * kStages * 8;
 };
 
@@ -38,17 +40,19 @@ struct Place {
   int warp, lane;
 };
 
-template <int kRows, typename Epilogue>
+template <int kRows, bool kPairs, typename Epilogue>
 __global__ void __launch_bounds__(kThreads)
     narrow_kernel(const __grid_constant__ CUtensorMap weight, const __grid_constant__ CUtensorMap x, const Shape shape,
                   const Epilogue epilogue) {
-  using M = Memory<kRows>;
+  using M = Memory<kRows, kPairs>;
+  constexpr int kStages = M::kStages;
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t start = uniform(shared_address(shared));
   const int warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32, first_output = blockIdx.x * kOutputs;
   const auto full = [&](uint32_t slot) { return start + M::kBarrierStart + 8 * slot; };
   const auto empty = [&](uint32_t slot) { return full(kStages + slot); };
   if (threadIdx.x == 0) {
+    prefetch_map(&weight), prefetch_map(&x);
     for (int i = 0; i < kStages; ++i) barrier_init(full(i), 1), barrier_init(empty(i), 4);
     barrier_init_fence();
   }
@@ -110,12 +114,16 @@ void launch(const uint16_t* x, const uint16_t* weight, const Shape& s, const Epi
     return matrix_map(matrix, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, rows, columns, box_rows, kDepth,
                       CU_TENSOR_MAP_SWIZZLE_128B);
   };
-  const auto run = [&]<int kRows>() {
-    launch_with_shared(narrow_kernel<kRows, Epilogue>, (s.n + kOutputs - 1) / kOutputs, kThreads, Memory<kRows>::kBytes,
-                       stream, map(weight, s.n, s.k, kOutputs), map(x, s.rows, s.n / s.group_n * s.k, kRows), s,
-                       epilogue);
+  const int blocks = (s.n + kOutputs - 1) / kOutputs;
+  const auto run = [&]<int kRows, bool kPairs>() {
+    launch_with_shared(narrow_kernel<kRows, kPairs, Epilogue>, blocks, kThreads, Memory<kRows, kPairs>::kBytes, stream,
+                       map(weight, s.n, s.k, kOutputs), map(x, s.rows, s.n / s.group_n * s.k, kRows), s, epilogue);
   };
-  s.rows <= 64 ? run.template operator()<64>() : run.template operator()<128>();
+  const bool pairs = blocks > multiprocessors();
+  if (s.rows <= 64)
+    pairs ? run.template operator()<64, true>() : run.template operator()<64, false>();
+  else
+    pairs ? run.template operator()<128, true>() : run.template operator()<128, false>();
 }
 
 }  // namespace plumb::kernels::narrow_product

@@ -17,7 +17,7 @@ using namespace hopper;
 using wide_product::kPanelBytes;
 
 constexpr int kTile = 128, kDepth = 64;
-constexpr int kPartSteps = 8, kOnePart = 1 << 30;  // steps of kDepth in a part
+constexpr int kPartSteps = 8;  // steps of kDepth in a part
 constexpr int kStages = 6, kThreads = 384;
 constexpr int kOperandBytes = 2 * kPanelBytes, kStageBytes = 2 * kOperandBytes;
 constexpr int kBarrierStart = kStages * kStageBytes, kSharedBytes = kBarrierStart + 2 * kStages * 8;
@@ -29,9 +29,8 @@ struct Thin {
   uint16_t* out_bf16 = nullptr;
   float* parts = nullptr;  // [parts][rows][n], or null: this block walks all parts
   lora::LowRank low_rank = {};
-  int part_steps = kPartSteps;
   __host__ __device__ int steps() const { return (k + kDepth - 1) / kDepth; }
-  __host__ __device__ int part_count() const { return (steps() - 1) / part_steps + 1; }
+  __host__ __device__ int part_count() const { return (steps() - 1) / kPartSteps + 1; }
 };
 
 // The first and last step of this block.
@@ -40,8 +39,8 @@ struct Range {
 };
 __device__ __forceinline__ Range steps_of(const Thin& p) {
   if (!p.parts) return {0, p.steps()};
-  const int first = blockIdx.z * p.part_steps;
-  return {first, min(first + p.part_steps, p.steps())};
+  const int first = blockIdx.z * kPartSteps;
+  return {first, min(first + kPartSteps, p.steps())};
 }
 
 __device__ __forceinline__ lora::LowRank low_rank_of(const Thin& p, int column) {
@@ -77,15 +76,15 @@ __device__ __forceinline__ void finish(const Thin& p, float (&total)[1][64], int
   store(p, total[0], row, column + 2 * (lane % 4));
 }
 
+template <bool kOneChain>
 __device__ __forceinline__ void consume(uint32_t start, const Thin& p, Range range, int owner, int thread) {
   const int lane = thread % 32, first_row = blockIdx.y * kTile + owner * 64;
   float total[1][64] = {}, partial[64];
-  int in_part = 0;
   for (int step = range.first; step < range.last; ++step) {
     const uint32_t count = step - range.first, slot = count % kStages, at = start + slot * kStageBytes;
     barrier_wait(start + kBarrierStart + 8 * slot, count / kStages & 1);
     const uint64_t a = tile_descriptor(at + owner * kPanelBytes), b = tile_descriptor(at + kOperandBytes);
-    const bool begins = in_part == 0;
+    const bool begins = kOneChain ? step == 0 : step % kPartSteps == 0;
     product_fence();
 #pragma unroll
     for (int i = 0; i < kDepth / 16; ++i)
@@ -94,17 +93,20 @@ __device__ __forceinline__ void consume(uint32_t start, const Thin& p, Range ran
     product_wait<0>();
     pin(partial);
     barrier_arrive_if(lane == 0, start + kBarrierStart + 8 * (kStages + slot));
-    if (++in_part == p.part_steps || step + 1 == range.last) {
-      in_part = 0;
+    if (!kOneChain && (step % kPartSteps == kPartSteps - 1 || step + 1 == range.last)) {
 #pragma unroll
-      for (int i = 0; i < 64; ++i)
-        total[0][i] = p.part_steps == kOnePart ? partial[i] : __fadd_rn(total[0][i], partial[i]);
+      for (int i = 0; i < 64; ++i) total[0][i] = __fadd_rn(total[0][i], partial[i]);
     }
+  }
+  if constexpr (kOneChain) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) total[0][i] = partial[i];
   }
   finish(p, total, first_row + thread / 32 * 16 + lane / 4, blockIdx.x * kTile, lane);
 }
 
 // Grid: (tiles of n, tiles of rows, parts or 1).
+template <bool kOneChain>
 __global__ void __launch_bounds__(kThreads, 1)
     thin_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap w, const Thin p) {
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -132,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
   } else {
     take_registers<232>();
-    consume(start, p, range, group - 1, threadIdx.x % 128);
+    consume<kOneChain>(start, p, range, group - 1, threadIdx.x % 128);
   }
 }
 
@@ -166,10 +168,11 @@ void check(const char* where, const uint16_t* x, int rows, int n, int k, const v
   require(aligned(x, 16) && aligned(w, 16), where, "rows and weight must be aligned to 16 bytes");
 }
 
+template <bool kOneChain = false>
 void launch_thin(const uint16_t* x, const uint16_t* w, const Thin& p, cudaStream_t stream) {
   const int groups = p.n / p.group_n;
-  launch_with_shared(thin_kernel, dim3(tiles(p.n), tiles(p.rows), p.parts ? p.part_count() : 1), kThreads, kSharedBytes,
-                     stream, wide_product::bf16_map(x, p.rows, groups * p.k, kTile),
+  launch_with_shared(thin_kernel<kOneChain>, dim3(tiles(p.n), tiles(p.rows), p.parts ? p.part_count() : 1), kThreads,
+                     kSharedBytes, stream, wide_product::bf16_map(x, p.rows, groups * p.k, kTile),
                      wide_product::bf16_map(w, p.n, p.k, kTile), p);
 }
 
@@ -285,14 +288,13 @@ void run_wide(const uint16_t* x, const Weight& w, const Thin& p, cudaStream_t st
   };
   p.out_f32 ? store(wide_product::StoreFloats{p.out_f32, false}) : store(wide_product::StoreBf16{p.out_bf16});
 }
-void run_one_chain(const uint16_t* x, const Weight& w, Thin p, cudaStream_t stream) {
+void run_one_chain(const uint16_t* x, const Weight& w, const Thin& p, cudaStream_t stream) {
   const wide_product::Shape wide{p.rows, p.n, p.k};
   if (p.rows <= narrow_product::kMostRows) return run_narrow(x, w, p, stream);
   const bool whole_tiles = (w.groups == 1 || w.n % wide_product::kColumns == 0) &&
                            (p.low_rank.rank == 0 || p.n % wide_product::kColumns == 0);
   if (whole_tiles && wide.tiles() * wide_product::kCluster >= multiprocessors()) return run_wide(x, w, p, stream);
-  p.part_steps = kOnePart;
-  launch_thin(x, w.data, p, stream);
+  launch_thin<true>(x, w.data, p, stream);
 }
 
 void run(const uint16_t* x, const Weight& w, Thin p, void* workspace, cudaStream_t stream) {

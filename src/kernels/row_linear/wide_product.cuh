@@ -236,7 +236,7 @@ __device__ __forceinline__ void write_bf16_rows(const float (&d)[128], const Sha
   }
 }
 
-// The same with rows and columns exchanged: out is [columns, rows], `rows` a multiple of 16.
+// The same with rows and columns exchanged: out is [columns, rows], `rows` a multiple of 8.
 __device__ __forceinline__ void write_bf16_columns(const float (&d)[128], const Shape& s, const Place& place,
                                                    uint16_t* out) {
   const int lane = place.lane, first_row = place.first_row(), first_column = place.first_column();
@@ -253,9 +253,9 @@ __device__ __forceinline__ void write_bf16_columns(const float (&d)[128], const 
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const int unit = i * 32 + lane, column = first_column + columns + unit / 2;
-      if (first_row < s.rows && column < s.columns)
-        *reinterpret_cast<uint4*>(out + static_cast<size_t>(column) * s.rows + first_row + unit % 2 * 8) =
+      const int unit = i * 32 + lane, row = first_row + unit % 2 * 8, column = first_column + columns + unit / 2;
+      if (row < s.rows && column < s.columns)
+        *reinterpret_cast<uint4*>(out + static_cast<size_t>(column) * s.rows + row) =
             load_shared_16(staging + unit * 16);
     }
     __syncwarp();
