@@ -17,17 +17,6 @@ using wide_product::Shape;
 __device__ __forceinline__ size_t first_of(const Shape& s, const Place& place) {
   return static_cast<size_t>(place.matrix) * s.rows * s.columns;
 }
-// Brings the warp's 16 rows of a tile into L2 while its products run.
-__device__ __forceinline__ void prefetch_rows(const Shape& s, const Place& place, const uint16_t* there) {
-  const int row = place.first_row() + place.lane / 2;
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int column = place.first_column() + (place.lane % 2 * 2 + i) * 64;
-    if (row >= s.rows || column >= s.columns) continue;
-    const uint16_t* line = there + first_of(s, place) + static_cast<size_t>(row) * s.columns + column;
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
-  }
-}
 // d = own * d + other * what lies there.
 __device__ __forceinline__ void combine(float (&d)[128], const Shape& s, const Place& place, float own, float other,
                                         const uint16_t* there) {
@@ -60,7 +49,6 @@ struct StorePolynomial {  // b G + c G^2
   float b, c;
   const uint16_t* gram;
   uint16_t* out;
-  __device__ __forceinline__ void begin(const Shape& s, const Place& place) const { prefetch_rows(s, place, gram); }
   __device__ __forceinline__ void operator()(float (&d)[128], const Shape& s, const Place& place) const {
     combine(d, s, place, c, b, gram);
     store_symmetric(d, s, place, out);
@@ -70,7 +58,6 @@ struct StoreNext {  // a X + the product
   float a;
   const uint16_t* x;
   uint16_t* out;
-  __device__ __forceinline__ void begin(const Shape& s, const Place& place) const { prefetch_rows(s, place, x); }
   __device__ __forceinline__ void operator()(float (&d)[128], const Shape& s, const Place& place) const {
     combine(d, s, place, 1, a, x);
     wide_product::write_bf16_rows(d, s, place, out + first_of(s, place));
