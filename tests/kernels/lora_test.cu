@@ -221,9 +221,7 @@ void check_row_linear(int n, int k, int groups) {
                     expected.magnitude[row * n + c] * 1e-5);
   }
 }
-TEST(Lora, RowLinear) {
-  check_row_linear(256, 1024, 1), check_row_linear(128, 512, 4), check_row_linear(256, 512, 4);
-}
+TEST(Lora, RowLinear) { check_row_linear(256, 1024, 1), check_row_linear(128, 512, 4), check_row_linear(256, 512, 4); }
 
 // The way back through bf16 weights: U A, the same A for all groups, in FP32 before the result is rounded.
 void check_row_linear_backward(int rows, int n, int k, int groups) {

@@ -17,7 +17,8 @@ namespace plumb::kernels::row_linear {
 
 // ---- bf16 weights [n, k] -------------------------------------------------------------------------------------------
 // Up to kThinOutputs outputs: parts of 512 of K; few rows are spread over the multiprocessors by part. More outputs, or
-// several groups: one part; tiles of 128 x 256 (wide_product.cuh), for up to 128 rows of 64 outputs (narrow_product.cuh).
+// several groups: one part; tiles of 128 x 256 (wide_product.cuh), for up to 128 rows of 64 outputs
+// (narrow_product.cuh).
 constexpr int kThinOutputs = 1024;
 
 struct Weight {
