@@ -4,7 +4,7 @@
 // std::invalid_argument; CUDA errors raise std::runtime_error.
 //
 // Bits. y[row, n] depends on that row of x and on W's row n alone, whatever the number of rows: K is cut into parts
-// that depend on n and k only, each part is one chain of tensor-core steps, the parts are added in FP32 in order.
+// that depend on the shape of W only, each part is one chain of tensor-core steps, the parts are added in FP32 in order.
 #pragma once
 #include <cuda_runtime_api.h>
 
