@@ -1,6 +1,8 @@
 // Speed of the input gradients of packed linears: 256 experts x 384 rows (16,384 tokens x 6), dense linears at 16,384
 // rows, and what lies between them. usage: grouped_linear_backward_bench [RESULT.json]
+#include <cmath>
 #include <memory>
+#include <random>
 
 #include "bench_support.cuh"
 #include "kernels/grouped_linear/grouped_linear.h"
@@ -9,6 +11,7 @@ namespace {
 
 using namespace plumb::bench;
 using namespace plumb::kernels::grouped_linear;
+namespace lora = plumb::kernels::lora;
 
 constexpr int kExperts = 256, kRows = 98304;
 
@@ -31,19 +34,25 @@ struct Packed {
     check_cuda(cudaDeviceSynchronize(), "random records");
   }
 };
+// Rows of the experts: all the same; 0, 2/3, 4/3, 2 times the mean; as if every token chose at random.
+enum class Spread { even, uneven, random };
 struct DevicePlan {
   Array<int> first;
   Array<uint8_t> workspace;
   Plan plan;
-  static std::vector<int> first_rows(int groups, int rows, bool even) {  // uneven: 0, 2/3, 4/3, 2 times the mean
+  static std::vector<int> first_rows(int groups, int rows, Spread spread) {
     std::vector<int> first(groups + 1);
+    std::mt19937 random(7);
+    std::normal_distribution<double> normal(double(rows) / groups, std::sqrt(double(rows) / groups));
     for (int g = 0; g < groups; ++g)
-      first[g + 1] = first[g] + (even ? rows / groups : rows / groups * (g * 5 % 4) * 2 / 3);
+      first[g + 1] = first[g] + (spread == Spread::even     ? rows / groups
+                                 : spread == Spread::uneven ? rows / groups * (g * 5 % 4) * 2 / 3
+                                                            : static_cast<int>(normal(random)));
     first[groups] = rows;
     return first;
   }
-  DevicePlan(int groups, int rows, int n, bool even)
-      : first(first_rows(groups, rows, even)),
+  DevicePlan(int groups, int rows, int n, Spread spread)
+      : first(first_rows(groups, rows, spread)),
         workspace(plan_bytes(groups, rows, n, 256)),
         plan{groups, rows, n, 256, workspace.get()} {
     make_plan(first.get(), plan, nullptr);
@@ -51,25 +60,40 @@ struct DevicePlan {
 };
 
 void product_runs(Report& report, const Array<uint16_t>& dy, const Array<uint16_t>& dx) {
+  constexpr int kRank = 8;
   struct Shape {
     const char* name;
     WeightFormat format;
     int groups, rows, n, k;
-    bool even;
+    Spread spread;
+    bool adapter;
   };
+  const Array<float> t(size_t{kRows} * kRank, 1, 3);
   for (const Shape& s :
-       {Shape{"experts fc1 FP4 [4096, 4096], even", WeightFormat::fp4, kExperts, kRows, 4096, 4096, true},
-        {"experts fc1 FP4 [4096, 4096], uneven", WeightFormat::fp4, kExperts, kRows, 4096, 4096, false},
-        {"experts fc2 FP4 [4096, 2048], even", WeightFormat::fp4, kExperts, kRows, 4096, 2048, true},
-        {"experts fc1 FP8 [4096, 4096], even", WeightFormat::fp8, kExperts, kRows, 4096, 4096, true},
-        {"dense wq_b FP8 [32768, 1024]", WeightFormat::fp8, 1, 8192, 32768, 1024, true},
-        {"dense wo_b FP8 [4096, 8192]", WeightFormat::fp8, 1, 16384, 4096, 8192, true},
-        {"dense wq_a FP8 [1024, 4096]", WeightFormat::fp8, 1, 16384, 1024, 4096, true},
-        {"dense shared fc1 FP8 [4096, 4096]", WeightFormat::fp8, 1, 16384, 4096, 4096, true}}) {
+       {Shape{"experts fc1 FP4 [4096, 4096], even", WeightFormat::fp4, kExperts, kRows, 4096, 4096, Spread::even,
+              false},
+        {"experts fc1 FP4 [4096, 4096], uneven", WeightFormat::fp4, kExperts, kRows, 4096, 4096, Spread::uneven, false},
+        {"experts fc1 FP4 [4096, 4096], random", WeightFormat::fp4, kExperts, kRows, 4096, 4096, Spread::random, false},
+        {"experts fc1 FP4 [4096, 4096], random, with an adapter", WeightFormat::fp4, kExperts, kRows, 4096, 4096,
+         Spread::random, true},
+        {"experts fc1 FP4 [4096, 4096], random", WeightFormat::fp4, kExperts, kRows / 4, 4096, 4096, Spread::random,
+         false},
+        {"experts fc2 FP4 [4096, 2048], even", WeightFormat::fp4, kExperts, kRows, 4096, 2048, Spread::even, false},
+        {"experts fc2 FP4 [4096, 2048], random, with an adapter", WeightFormat::fp4, kExperts, kRows, 4096, 2048,
+         Spread::random, true},
+        {"experts fc1 FP8 [4096, 4096], even", WeightFormat::fp8, kExperts, kRows, 4096, 4096, Spread::even, false},
+        {"dense wq_b FP8 [32768, 1024]", WeightFormat::fp8, 1, 8192, 32768, 1024, Spread::even, false},
+        {"dense wo_b FP8 [4096, 8192]", WeightFormat::fp8, 1, 16384, 4096, 8192, Spread::even, false},
+        {"dense wq_a FP8 [1024, 4096]", WeightFormat::fp8, 1, 16384, 1024, 4096, Spread::even, false},
+        {"dense shared fc1 FP8 [4096, 4096]", WeightFormat::fp8, 1, 16384, 4096, 4096, Spread::even, false}}) {
     const Packed w(s.format, s.groups, s.n, s.k);
-    const DevicePlan p(s.groups, s.rows, s.k, s.even);
-    report.product(std::string("dx, ") + s.name + ", " + std::to_string(s.rows) + " rows", 2.0 * s.rows * s.n * s.k,
-                   measure([&] { linear_backward_input(w.weights, dy.get(), p.plan, dx.get(), nullptr); }, 20));
+    const DevicePlan p(s.groups, s.rows, s.k, s.spread);
+    const Array<uint32_t> factor(lora::factor_bytes(s.groups, s.k, kRank) / 4);
+    const Array<const uint32_t*> factors(std::vector<const uint32_t*>{factor.get()});
+    const lora::LowRank low_rank = s.adapter ? lora::LowRank{kRank, t.get(), kRank, factors.get()} : lora::LowRank{};
+    report.product(
+        std::string("dx, ") + s.name + ", " + std::to_string(s.rows) + " rows", 2.0 * s.rows * s.n * s.k,
+        measure([&] { linear_backward_input(w.weights, dy.get(), p.plan, dx.get(), nullptr, low_rank); }, 20));
   }
 }
 

@@ -8,6 +8,7 @@ namespace {
 
 using namespace plumb::bench;
 using namespace plumb::kernels::row_linear;
+namespace lora = plumb::kernels::lora;
 namespace router = plumb::kernels::router;
 
 constexpr int kRows = 16384, kWidth = 4096;
@@ -79,17 +80,43 @@ void router_runs(Report& report) {
                }));
 }
 
-// wo_a: eight groups of [1024, 4096], 64 heads of 512.
+// wo_a: eight groups of [1024, 4096], 64 heads of 512; with an adapter of rank 8.
 void grouped_runs(Report& report) {
-  constexpr int kGroups = 8, kOutputs = 1024, kTokens = 8192;
-  const Array<uint16_t> x(size_t{kTokens} * kGroups * kWidth, 1, 11),
-      data(size_t{kGroups} * kOutputs * kWidth, 0.02f, 12), y(size_t{kTokens} * kGroups * kOutputs, 1, 13);
+  constexpr int kGroups = 8, kOutputs = 1024, kSets = 6, kRank = 8;
+  constexpr size_t kSize = size_t{kGroups} * kOutputs * kWidth;
+  const Array<uint16_t> x(size_t{kRows} * kGroups * kWidth, 1, 11), data(kSets * kSize, 0.02f, 12),
+      y(size_t{kRows} * kGroups * kOutputs, 1, 13);
+  const Array<float> t(size_t{kRows} * kGroups * kRank, 1, 16), a(kRank * kWidth, 0.1f, 17),
+      b(size_t{kGroups} * kOutputs * kRank, 0.1f, 18);
+  const Array<uint32_t> a_packed(lora::factor_bytes(1, kWidth, kRank) / 4),
+      b_packed(lora::factor_bytes(1, kGroups * kOutputs, kRank) / 4);
+  lora::pack_factor(a.get(), 1, kWidth, kRank, true, false, a_packed.get(), nullptr);
+  lora::pack_factor(b.get(), 1, kGroups * kOutputs, kRank, false, false, b_packed.get(), nullptr);
+  const Array<const uint32_t*> factors(std::vector<const uint32_t*>{a_packed.get(), b_packed.get()});
+  const lora::LowRank forward{kRank, t.get(), kGroups * kRank, factors.get() + 1},
+      backward{kRank, t.get(), kGroups * kRank, factors.get()};
   const Weight w{data.get(), kOutputs, kWidth, kGroups};
-  const double flop = 2.0 * kTokens * kGroups * kOutputs * kWidth;
-  report.product("wo_a, 8 x [1024, 4096], 8192 rows", flop,
-                 measure([&] { linear_bf16(x.get(), kTokens, w, y.get(), nullptr, nullptr); }));
-  report.product("wo_a, input gradient", flop,
-                 measure([&] { linear_backward_input_bf16(y.get(), kTokens, w, x.get(), nullptr); }));
+  const double flop = 2.0 * kRows * kSize;
+  for (const bool adapter : {false, true}) {
+    const std::string with = adapter ? ", with an adapter" : "";
+    report.product("wo_a, 8 x [1024, 4096], 16384 rows" + with, flop, measure([&] {
+                     linear_bf16(x.get(), kRows, w, y.get(), nullptr, nullptr, adapter ? forward : lora::LowRank{});
+                   }));
+    report.product("wo_a, input gradient" + with, flop, measure([&] {
+                     linear_backward_input_bf16(y.get(), kRows, w, x.get(), nullptr,
+                                                adapter ? backward : lora::LowRank{});
+                   }));
+  }
+  size_t most = 1;
+  for (const int rows : {1, 16, 64, 128, 256, 1024}) most = std::max(most, workspace_bytes(rows, w));
+  const Array<float> workspace(most / 4 + 1);
+  for (const int rows : {1, 16, 64, 128, 256, 1024})
+    report.bytes("wo_a, decoding " + std::to_string(rows) + " rows",
+                 2.0 * kSize + 2.0 * rows * kGroups * (kWidth + kOutputs),
+                 graph_ms(kSets, [&](int i, cudaStream_t stream) {
+                   linear_bf16(x.get(), rows, {data.get() + i * kSize, kOutputs, kWidth, kGroups}, y.get(),
+                               workspace.get(), stream, forward);
+                 }));
 }
 
 void gate_gradient_run(Report& report) {

@@ -184,7 +184,8 @@ TEST(Lora, InputGradients) {
   }
 }
 
-// bf16 weights, one group and several (wo_a), few rows (parts) and many.
+// bf16 weights, one group and several (wo_a); few rows (parts, or the narrow kernel), more (thin) and many (wide, where
+// tiles of 256 outputs do not cross groups).
 void check_row_linear(int n, int k, int groups) {
   const int rows = 9000, outputs = n * groups;
   const Buffer<uint16_t> x(random_bf16(static_cast<size_t>(rows) * k * groups, 1, 5));
@@ -199,7 +200,7 @@ void check_row_linear(int n, int k, int groups) {
     return out.host();
   };
   const auto base = run(rows, {}), all = run(rows, low_rank);
-  for (const int count : {1, 33, 128}) {
+  for (const int count : {1, 33, 128, 129, 700}) {
     const auto some = run(count, low_rank);
     ASSERT_TRUE(std::equal(some.begin(), some.end(), all.begin())) << count;
   }
@@ -220,7 +221,7 @@ void check_row_linear(int n, int k, int groups) {
                     expected.magnitude[row * n + c] * 1e-5);
   }
 }
-TEST(Lora, RowLinear) { check_row_linear(256, 1024, 1), check_row_linear(128, 512, 4); }
+TEST(Lora, RowLinear) { check_row_linear(256, 1024, 1), check_row_linear(128, 512, 4), check_row_linear(256, 512, 4); }
 
 // The way back through bf16 weights: U A, the same A for all groups, in FP32 before the result is rounded.
 void check_row_linear_backward(int rows, int n, int k, int groups) {

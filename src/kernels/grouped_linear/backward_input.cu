@@ -110,102 +110,140 @@ __device__ __forceinline__ void feed_codes(const M& m, const Problem& p) {
   }
 }
 
-// ---- Six warps: codes -> bf16 --------------------------------------------------------------------------------------
+// ---- Six warps: codes -> bf16. The warps' instructions are what limits a tile of few rows
+// ------------------------------
 __device__ __forceinline__ uint32_t times(uint32_t pair, uint32_t factor) {  // pairs of bf16, exact powers of two
   const __nv_bfloat162 r =
       __hmul2(*reinterpret_cast<const __nv_bfloat162*>(&pair), *reinterpret_cast<const __nv_bfloat162*>(&factor));
   return *reinterpret_cast<const uint32_t*>(&r);
 }
-// Four e4m3 times base (a bf16 pair). The bits of an e4m3, moved to bf16's fields, are its value times 2^-120, also if
-// it is subnormal.
-__device__ __forceinline__ uint2 widen(uint32_t four, uint32_t base) {
-  constexpr uint32_t kPower = 0x7b807b80;  // 2^120, twice
-  const auto pair = [&](uint32_t x) {      // values in bits 8-15 and 24-31
-    return times(times((x >> 4 & 0x07f007f0u) | (x & 0x80008000u), kPower), base);
+__device__ __forceinline__ uint32_t power_pair(float power) { return permute_bytes(__float_as_uint(power), 0, 0x3232); }
+
+// Both bytes of the bf16 of the eight magnitudes of e2m1, to be looked up; half of the table stays in registers, where
+// the compiler would otherwise make it anew for each use.
+struct Fp4Table {
+  uint32_t high = kept(0x3f3f3f00), low = kept(static_cast<int>(0xc0800000u));
+  // Four magnitudes (nibbles) with signs (top bits of bytes), times a power of two.
+  __device__ __forceinline__ uint2 widen(uint32_t selectors, uint32_t signs, uint32_t factor) const {
+    const uint32_t h = permute_bytes(high, 0x40404040u, selectors) | signs;
+    const uint32_t l = permute_bytes(low, 0xc0804000u, selectors);
+    return {times(permute_bytes(l, h, 0x5140), factor), times(permute_bytes(l, h, 0x7362), factor)};
+  }
+};
+// Four e4m3 times 2^-120 times a power of two: the bits of an e4m3, moved to bf16's fields, are its value times 2^-120,
+// also if it is subnormal.
+__device__ __forceinline__ uint2 widen_fp8(uint32_t four, uint32_t factor) {
+  const auto pair = [&](uint32_t x) {  // values in bits 8-15 and 24-31
+    return times((x >> 4 & 0x07f007f0u) | (x & 0x80008000u), factor);
   };
   return {pair(permute_bytes(four, 0, 0x1404)), pair(permute_bytes(four, 0, 0x3424))};
 }
 
-// Unit u is strip u % 4 (16 rows) of slab u / 4. A lane takes two rows (lane / 4 and 8 below) and, of each, four times
-// eight neighbours in k.
+// A strip of 16 rows x 128 k, one of a slab's four, on its way. A lane takes two rows, `row` and 8 below, and of each
+// 32 codes: with FP4 those of one group of scales, k = 32 part .., with FP8 k = 32 q + 8 part .. + 7 for q = 0 .. 3.
+template <typename M>
+struct Strip;
+
+template <>
+struct Strip<Memory<WeightFormat::fp4>> {
+  Fp4Table table;
+  uint4 first, second;
+  uint32_t offsets;
+  // Lanes of the right panel take their words in another order: no bank conflicts.
+  static __device__ __forceinline__ uint32_t swap(int lane) { return lane & 2; }
+  __device__ __forceinline__ void load(uint32_t codes, uint32_t strip, int lane) {
+    const uint32_t at = codes + (strip * 32 + lane) * 16, half = kSlabCodeBytes / 2;
+    first = load_shared_16(swap(lane) ? at + half : at), second = load_shared_16(swap(lane) ? at : at + half);
+    offsets = load_shared_2(codes + kSlabCodeBytes + (strip * 32 + lane) * 2);
+  }
+  static __device__ __forceinline__ uint32_t place(int lane) {
+    const int row = lane / 4, part = lane % 4;
+    return part / 2 * kPanelBytes + row * 128 + (((part % 2 * 4 + swap(lane)) ^ row) << 4);
+  }
+  __device__ __forceinline__ void store(uint32_t at, float base) const {
+    const uint32_t words[8] = {first.x, first.y, first.z, first.w, second.x, second.y, second.z, second.w};
+    const auto factor = [&](uint32_t offset) {  // base 2^(offset - 5)
+      return power_pair(__fmul_rn(base, __uint_as_float((offset + 122) << 23)));
+    };
+    const uint32_t factors[2] = {factor(offsets & 255), factor(offsets >> 8)};
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t selectors = words[i] & 0x77777777u;
+      const uint2 a = table.widen(selectors, words[i] & 0x80808080u, factors[i & 1]);
+      const uint2 b = table.widen(selectors >> 16, words[i] << 4 & 0x80808080u, factors[i & 1]);
+      store_shared_16((at ^ (i / 2 << 4)) + i % 2 * 1024, make_uint4(a.x, a.y, b.x, b.y));
+    }
+  }
+};
+
+template <>
+struct Strip<Memory<WeightFormat::fp8>> {
+  uint4 codes[4];  // row, half of the 32 places
+  __device__ __forceinline__ void load(uint32_t from, uint32_t strip, int lane) {
+    const int row = lane % 8, part = lane / 8;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      codes[i] = load_shared_16(from + (strip * 16 + i / 2 * 8 + row) * 128 + (((2 * part + i % 2) ^ row) << 4));
+  }
+  static __device__ __forceinline__ uint32_t place(int lane) { return lane % 8 * 128 + ((lane / 8 ^ lane % 8) << 4); }
+  __device__ __forceinline__ void store(uint32_t at, float base) const {
+    // One factor, unless it would be infinite.
+    if (base <= 128)
+      store_times(at, power_pair(__fmul_rn(base, 0x1p120f)), [](uint2 v) { return v; });
+    else
+      store_times(at, power_pair(0x1p120f),
+                  [rest = power_pair(base)](uint2 v) { return make_uint2(times(v.x, rest), times(v.y, rest)); });
+  }
+  template <typename Then>
+  __device__ __forceinline__ void store_times(uint32_t at, uint32_t factor, const Then& then) const {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {  // row, q
+      const uint4 &left = codes[i / 4 * 2], &right = codes[i / 4 * 2 + 1];
+      const uint32_t lefts[4] = {left.x, left.y, left.z, left.w}, rights[4] = {right.x, right.y, right.z, right.w};
+      const uint2 a = then(widen_fp8(lefts[i % 4], factor)), b = then(widen_fp8(rights[i % 4], factor));
+      store_shared_16((at ^ (i % 2 << 6)) + i / 2 % 2 * kPanelBytes + i / 4 * 1024, make_uint4(a.x, a.y, b.x, b.y));
+    }
+  }
+};
+
+// Unit u is strip u % 4 of slab u / 4.
 template <typename M>
 __device__ __forceinline__ void convert(const M& m, const Problem& p, int converter, int lane) {
-  const uint32_t codes_at = m.start + M::kCodeStart;
-  const int row = lane / 4, part = lane % 4;
-  struct Raw {
-    uint4 v[M::kPacked ? 2 : 4];
-    uint32_t offsets;
-    float base;
-  } raw;
-  Tile tile{};
+  const uint32_t own_place = m.start + M::kWeightStart + Strip<M>::place(lane);
+  Strip<M> strip;
+  // Bases of the tile's columns; those of 32 blocks in the warp's lanes, so that the fence below, which waits for the
+  // warp's loads, rarely meets one from memory. Every converter meets every block.
+  const float* bases = nullptr;
+  float held = 0, base;
   const auto fetch = [&](uint32_t unit, uint32_t first_unit) {
-    const uint32_t step = unit / 4, slot = ring_slot<M::kCodeStages>(step), strip = unit % 4;
-    const uint32_t at = codes_at + slot * M::kCodeBytes;
+    const uint32_t step = unit / 4, slot = ring_slot<M::kCodeStages>(step);
     const int block = (step - first_unit / 4) / 2;  // of 128 rows of W
-    raw.base =
-        __ldg(p.bases + (static_cast<size_t>(tile.group) * (p.n / kBlock) + block) * p.block_stride + tile.weight_tile);
+    if (block % 32 == 0) held = __ldg(bases + min(block + lane, p.n / kBlock - 1) * p.block_stride);
+    base = __shfl_sync(~0u, held, block % 32);
     // A converter passes over a slab now and then: the slot's previous use must have been read by all (see wide.cu).
     barrier_wait(m.codes_empty(slot), ring_parity<M::kCodeStages>(step) ^ 1);
     barrier_wait(m.codes_full(slot), ring_parity<M::kCodeStages>(step));
-    if constexpr (M::kPacked) {
-      const RawSlab slab = load_slab(at + (strip * 32 + lane) * 16, at + kSlabCodeBytes + (strip * 32 + lane) * 2);
-      raw.v[0] = slab.first, raw.v[1] = slab.second, raw.offsets = slab.offsets;
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; ++i)  // row, half of the 32 places
-        raw.v[i] = load_shared_16(at + (strip * 16 + i / 2 * 8 + row) * 128 + (((2 * part + i % 2) ^ row) << 4));
-    }
-  };
-  // Eight neighbours in k, k = 32 q + 8 s, of row `lower` to their place in the panels.
-  const auto store = [&](uint32_t panels, uint32_t first, uint32_t second, int lower, int q, int s) {
-    const __nv_bfloat162 pair = __float2bfloat162_rn(raw.base);
-    const uint32_t base = *reinterpret_cast<const uint32_t*>(&pair);
-    const uint2 a = widen(first, base), b = widen(second, base);
-    const uint32_t unit = q % 2 * 4 + s;
-    store_shared_16(panels + q / 2 * kPanelBytes + (lower * 8 + row) * 128 + ((unit ^ row) << 4),
-                    make_uint4(a.x, a.y, b.x, b.y));
+    strip.load(m.start + M::kCodeStart + slot * M::kCodeBytes, unit % 4, lane);
   };
 
   uint32_t unit = converter, units = 0;  // both counted over all tiles
   for (uint32_t item = 0;; ++item) {
-    tile = queue_read(m, item);
+    const Tile tile = queue_read(m, item);
     __syncwarp();
     queue_release(m, item, lane == 0);
     if (uniform(tile.rows) == 0) return;
+    bases = p.bases + static_cast<size_t>(tile.group) * (p.n / kBlock) * p.block_stride + tile.weight_tile;
     const uint32_t first_unit = units;
     units += steps_of(p) * 4;
     if (unit < units) fetch(unit, first_unit);
     for (; unit < units; unit += kConverters) {
       const uint32_t step = unit / 4, slot = ring_slot<kStages>(step);
-      const uint32_t panels = m.start + M::kWeightStart + slot * M::kWeightBytes + (unit % 4) * 16 * 128;
       barrier_wait(m.stage_empty(slot), ring_parity<kStages>(step) ^ 1);
-      if constexpr (M::kPacked) {
-        // This lane's q is `part`. Lanes of the right panel take their four words in another order: no bank conflicts.
-        const uint32_t words[8] = {raw.v[0].x, raw.v[0].y, raw.v[0].z, raw.v[0].w,
-                                   raw.v[1].x, raw.v[1].y, raw.v[1].z, raw.v[1].w};
-        const MagnitudeTable table[2] = {magnitude_table(raw.offsets & 255), magnitude_table(raw.offsets >> 8)};
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {  // s = i / 2
-          const uint32_t word = part < 2 ? words[i] : words[i ^ 4];
-          store(panels, expand_first(table[i & 1], word), expand_second(table[i & 1], word), i & 1, part,
-                part < 2 ? i / 2 : i / 2 ^ 2);
-        }
-      } else {
-        // This lane's s is `part`; odd rows take q in another order.
-#pragma unroll
-        for (int lower = 0; lower < 2; ++lower) {
-          const uint4 &a = raw.v[2 * lower], &b = raw.v[2 * lower + 1];
-          const uint32_t first[4] = {a.x, a.y, a.z, a.w}, second[4] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            store(panels, row % 2 ? first[i ^ 1] : first[i], row % 2 ? second[i ^ 1] : second[i], lower, i ^ (row % 2),
-                  part);
-        }
-      }
-      barrier_arrive(m.codes_empty(ring_slot<M::kCodeStages>(step)));
-      if (unit + kConverters < units) fetch(unit + kConverters, first_unit);
+      strip.store(own_place + slot * M::kWeightBytes + (unit % 4) * 16 * 128, base);
       async_proxy_fence();
       barrier_arrive(m.weights_full(slot));
+      barrier_arrive(m.codes_empty(ring_slot<M::kCodeStages>(step)));
+      if (unit + kConverters < units) fetch(unit + kConverters, first_unit);
     }
   }
 }

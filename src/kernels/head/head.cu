@@ -1,5 +1,6 @@
 #include "kernels/head/head.h"
 
+#include "kernels/row_linear/narrow_product.cuh"
 #include "kernels/row_linear/wide_product.cuh"
 
 namespace plumb::kernels::head {
@@ -23,10 +24,26 @@ __device__ __forceinline__ float log_probability_of(float logit, const Normalise
 }
 
 // ---- Forward: what a tile of 256 logits contributes ----------------------------------------------------------------
-// parts[row, tile]: the largest logit and the sum of exp(logit - largest). A quad of threads has the 256 logits of two
-// rows; no product runs meanwhile, so both rows go side by side, in several chains.
+// (the largest logit, the sum of exp(logit - largest)). A quad of threads has the 256 logits of a row; logit(i, b) is
+// column 8 i + b of those from this thread's first on.
+template <typename Logit>
+__device__ __forceinline__ float2 part_of(const Logit& logit) {
+  float largest[2] = {kNone, kNone}, sum[4] = {};
+#pragma unroll
+  for (int i = 0; i < 64; ++i) largest[i % 2] = fmaxf(largest[i % 2], logit(i / 2, i % 2));
+  float top = fmaxf(largest[0], largest[1]);
+  top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+  top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+#pragma unroll
+  for (int i = 0; i < 64; ++i) sum[i % 4] = __fadd_rn(sum[i % 4], exponential(__fsub_rn(logit(i / 2, i % 2), top)));
+  float total = __fadd_rn(__fadd_rn(sum[0], sum[1]), __fadd_rn(sum[2], sum[3]));
+  total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 1));
+  total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 2));
+  return make_float2(top, total);
+}
+
 struct Summarise {
-  float2* parts;
+  float2* parts;      // [rows, tiles]
   float* logits;      // null: not wanted
   const int* target;  // null: none
   float* target_logit;
@@ -36,36 +53,17 @@ struct Summarise {
     for (int half = 0; half < 2; ++half)
       if (target && place.row + 8 * half < s.rows) offset[half] = target[place.row + 8 * half] - place.column;
     if (logits) wide_product::StoreFloats{logits, false}(d, s, place);
-    if (place.column - 2 * (place.lane % 4) + kColumns > s.columns) {  // the last tile may be cut
+    if (place.first_column() + kColumns > s.columns) {  // the last tile may be cut
 #pragma unroll
       for (int i = 0; i < 128; ++i)
         if (place.column + i / 4 * 8 >= s.columns) d[i] = kNone;
     }
-    float largest[4] = {kNone, kNone, kNone, kNone};  // even and odd columns of both rows
-#pragma unroll
-    for (int i = 0; i < 128; ++i) largest[i % 4] = fmaxf(largest[i % 4], d[i]);
-    float sum[2][4] = {}, top[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float& m = top[half];
-      m = fmaxf(largest[2 * half], largest[2 * half + 1]);
-      m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
-      m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-    }
-#pragma unroll
-    for (int i = 0; i < 128; ++i) {
-      float& part = sum[i / 2 % 2][i / 4 % 2 * 2 + i % 2];
-      part = __fadd_rn(part, exponential(__fsub_rn(d[i], top[i / 2 % 2])));
-    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = place.row + 8 * half;
-      float total = __fadd_rn(__fadd_rn(sum[half][0], sum[half][1]), __fadd_rn(sum[half][2], sum[half][3]));
-      total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 1));
-      total = __fadd_rn(total, __shfl_xor_sync(~0u, total, 2));
+      const float2 part = part_of([&](int i, int b) { return d[4 * i + 2 * half + b]; });
       if (row >= s.rows) continue;
-      if (place.lane % 4 == 0)
-        parts[static_cast<size_t>(row) * s.column_tiles() + place.column / kColumns] = make_float2(top[half], total);
+      if (place.lane % 4 == 0) parts[static_cast<size_t>(row) * s.column_tiles() + place.column / kColumns] = part;
       if (offset[half] >= 0 && offset[half] < kColumns && offset[half] % 8 < 2) {
 #pragma unroll
         for (int i = 0; i < 64; ++i)
@@ -74,6 +72,21 @@ struct Summarise {
     }
   }
 };
+
+// The same from logits in memory. Grid: (tiles / 8, rows); a quad a tile.
+__global__ void __launch_bounds__(32) summarise_kernel(const float* logits, int vocabulary, int tiles, float2* parts) {
+  const int tile = blockIdx.x * 8 + threadIdx.x / 4, column = tile * kColumns + threadIdx.x % 4 * 2;
+  const float* row = logits + static_cast<size_t>(blockIdx.y) * vocabulary;
+  float v[64];
+#pragma unroll
+  for (int i = 0; i < 32; ++i) {
+    const bool exists = column + 8 * i < vocabulary;
+    const float2 pair = exists ? *reinterpret_cast<const float2*>(row + column + 8 * i) : make_float2(kNone, kNone);
+    v[2 * i] = pair.x, v[2 * i + 1] = pair.y;
+  }
+  const float2 part = part_of([&](int i, int b) { return v[2 * i + b]; });
+  if (threadIdx.x % 4 == 0 && tile < tiles) parts[static_cast<size_t>(blockIdx.y) * tiles + tile] = part;
+}
 
 // A warp a row. Lane l takes parts l, l + 32, ...; the lanes' sums are added in a fixed tree.
 __global__ void __launch_bounds__(256)
@@ -213,9 +226,15 @@ void forward(const uint16_t* hidden, int rows, const Weight& w, const int* targe
              float* logits, Normaliser* normaliser, void* workspace, cudaStream_t stream) {
   const int tiles = tiles_of(w.vocabulary);
   const Workspace space = workspace_of(workspace, rows, tiles);
-  wide_product::launch<kColumnsContracted, kColumnsContracted>(
-      hidden, w.data, {rows, w.vocabulary, w.width}, Summarise{space.parts, logits, target, space.target_logit},
-      stream);
+  if (logits && rows <= narrow_product::kMostRows) {  // bound by reading the weight; the bits are the same
+    narrow_product::launch(hidden, w.data, {rows, w.vocabulary, w.width, w.vocabulary},
+                           narrow_product::Store<float>{logits}, stream);
+    summarise_kernel<<<dim3((tiles + 7) / 8, rows), 32, 0, stream>>>(logits, w.vocabulary, tiles, space.parts);
+  } else {
+    wide_product::launch<kColumnsContracted, kColumnsContracted>(
+        hidden, w.data, {rows, w.vocabulary, w.width}, Summarise{space.parts, logits, target, space.target_logit},
+        stream);
+  }
   combine_kernel<<<(rows + 7) / 8, 256, 0, stream>>>(space.parts, rows, w.vocabulary, tiles, target, space.target_logit,
                                                      log_probability, normaliser);
   check_cuda(cudaGetLastError(), "head: launching the combination");

@@ -28,12 +28,14 @@ __device__ __forceinline__ void cluster_sync() {
   cluster_wait();
 }
 
-// Arrives on the barrier that lies at `barrier` in the shared memory of block `rank`.
+// Arrives on the barrier that lies at `barrier` in the shared memory of block `rank`. Orders no ordinary accesses for
+// that block: release at cluster scope is a membar of the whole device, which waits for all stores of the warp, at
+// every arrival. Enough where the tensor cores have read what the copy engine will overwrite.
 __device__ __forceinline__ void barrier_arrive_at(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{ .reg .b32 there;\n"
       "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
+      "mbarrier.arrive.shared::cluster.b64 _, [there]; }" ::"r"(barrier),
       "r"(rank)
       : "memory");
 }

@@ -1,12 +1,13 @@
-// Products with bf16 weights: the thin kernel, and the wide one's host side.
+// Products with bf16 weights: the thin kernel, and the host side of the narrow and the wide one.
 //
 // Thin: a block computes 128 rows x 128 outputs. Warpgroup 0 feeds six stages of 64 of K, warpgroups 1 and 2 own 64
-// rows each. Every 512 of K the tensor cores' sum is added to an FP32 total. With few rows there are more
-// multiprocessors than tiles: then each part of K is a block of its own, which leaves its sum in a workspace, and a
-// second kernel adds the parts in the same order.
+// rows each. Where K is cut into parts, the tensor cores' sum is added to an FP32 total every 512 of it. With few rows
+// there are more multiprocessors than tiles: then each part of K is a block of its own, which leaves its sum in a
+// workspace, and a second kernel adds the parts in the same order.
 #include "kernels/row_linear/row_linear.h"
 
 #include "kernels/lora/low_rank.cuh"
+#include "kernels/row_linear/narrow_product.cuh"
 #include "kernels/row_linear/wide_product.cuh"
 
 namespace plumb::kernels::row_linear {
@@ -15,7 +16,8 @@ namespace {
 using namespace hopper;
 using wide_product::kPanelBytes;
 
-constexpr int kTile = 128, kDepth = 64, kPartSteps = 8;  // steps of kDepth in a part
+constexpr int kTile = 128, kDepth = 64;
+constexpr int kPartSteps = 8;  // steps of kDepth in a part
 constexpr int kStages = 6, kThreads = 384;
 constexpr int kOperandBytes = 2 * kPanelBytes, kStageBytes = 2 * kOperandBytes;
 constexpr int kBarrierStart = kStages * kStageBytes, kSharedBytes = kBarrierStart + 2 * kStages * 8;
@@ -28,7 +30,7 @@ struct Thin {
   float* parts = nullptr;  // [parts][rows][n], or null: this block walks all parts
   lora::LowRank low_rank = {};
   __host__ __device__ int steps() const { return (k + kDepth - 1) / kDepth; }
-  __host__ __device__ int part_count() const { return (steps() + kPartSteps - 1) / kPartSteps; }
+  __host__ __device__ int part_count() const { return (steps() - 1) / kPartSteps + 1; }
 };
 
 // The first and last step of this block.
@@ -74,6 +76,7 @@ __device__ __forceinline__ void finish(const Thin& p, float (&total)[1][64], int
   store(p, total[0], row, column + 2 * (lane % 4));
 }
 
+template <bool kOneChain>
 __device__ __forceinline__ void consume(uint32_t start, const Thin& p, Range range, int owner, int thread) {
   const int lane = thread % 32, first_row = blockIdx.y * kTile + owner * 64;
   float total[1][64] = {}, partial[64];
@@ -81,7 +84,7 @@ __device__ __forceinline__ void consume(uint32_t start, const Thin& p, Range ran
     const uint32_t count = step - range.first, slot = count % kStages, at = start + slot * kStageBytes;
     barrier_wait(start + kBarrierStart + 8 * slot, count / kStages & 1);
     const uint64_t a = tile_descriptor(at + owner * kPanelBytes), b = tile_descriptor(at + kOperandBytes);
-    const bool begins = step % kPartSteps == 0;
+    const bool begins = kOneChain ? step == 0 : step % kPartSteps == 0;
     product_fence();
 #pragma unroll
     for (int i = 0; i < kDepth / 16; ++i)
@@ -90,15 +93,20 @@ __device__ __forceinline__ void consume(uint32_t start, const Thin& p, Range ran
     product_wait<0>();
     pin(partial);
     barrier_arrive_if(lane == 0, start + kBarrierStart + 8 * (kStages + slot));
-    if (step % kPartSteps == kPartSteps - 1 || step + 1 == range.last) {
+    if (!kOneChain && (step % kPartSteps == kPartSteps - 1 || step + 1 == range.last)) {
 #pragma unroll
       for (int i = 0; i < 64; ++i) total[0][i] = __fadd_rn(total[0][i], partial[i]);
     }
+  }
+  if constexpr (kOneChain) {
+#pragma unroll
+    for (int i = 0; i < 64; ++i) total[0][i] = partial[i];
   }
   finish(p, total, first_row + thread / 32 * 16 + lane / 4, blockIdx.x * kTile, lane);
 }
 
 // Grid: (tiles of n, tiles of rows, parts or 1).
+template <bool kOneChain>
 __global__ void __launch_bounds__(kThreads, 1)
     thin_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap w, const Thin p) {
   extern __shared__ __align__(1024) uint8_t shared[];
@@ -126,7 +134,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
   } else {
     take_registers<232>();
-    consume(start, p, range, group - 1, threadIdx.x % 128);
+    consume<kOneChain>(start, p, range, group - 1, threadIdx.x % 128);
   }
 }
 
@@ -172,35 +180,146 @@ void check(const char* where, const uint16_t* x, int rows, int n, int k, const v
   require(aligned(x, 16) && aligned(w, 16), where, "rows and weight must be aligned to 16 bytes");
 }
 
+template <bool kOneChain = false>
 void launch_thin(const uint16_t* x, const uint16_t* w, const Thin& p, cudaStream_t stream) {
   const int groups = p.n / p.group_n;
-  launch_with_shared(thin_kernel, dim3(tiles(p.n), tiles(p.rows), p.parts ? p.part_count() : 1), kThreads, kSharedBytes,
-                     stream, wide_product::bf16_map(x, p.rows, groups * p.k, kTile),
+  launch_with_shared(thin_kernel<kOneChain>, dim3(tiles(p.n), tiles(p.rows), p.parts ? p.part_count() : 1), kThreads,
+                     kSharedBytes, stream, wide_product::bf16_map(x, p.rows, groups * p.k, kTile),
                      wide_product::bf16_map(w, p.n, p.k, kTile), p);
 }
 
 Thin thin_of(int rows, const Weight& w) { return {rows, w.n * w.groups, w.k, w.n}; }
+
+// ---- One chain over K: adding the low rank before a result is stored ------------------------------------------------
+// In the wide product. A tile's columns belong to one group. One adapter of a small rank, which is what training has:
+// T and the factor arrive in shared memory while the products run.
+template <typename Store>
+struct AddLowRank {
+  Store store;
+  lora::LowRank low_rank;
+  int group_columns;
+  bool own_factor;  // each group has its own rows of the factor; otherwise all groups share them
+  __device__ __forceinline__ int group(const wide_product::Place& place) const {
+    return place.first_column() / group_columns;
+  }
+  __device__ __forceinline__ lora::Outputs outputs(const wide_product::Shape& s,
+                                                   const wide_product::Place& place) const {
+    if (own_factor) return {0, s.columns, place.first_column()};
+    return {0, group_columns, place.first_column() - group(place) * group_columns};
+  }
+  // A warp's corner: for each four of the rank the factor of 64 outputs, its share of the tile; T of its own 16 rows.
+  static constexpr int kShareBytes = 64 * 16, kRankBytes = lora::kStagedRank * 4;
+  __device__ __forceinline__ void begin(const wide_product::Shape& s, const wide_product::Place& place) const {
+    if (!lora::can_stage(low_rank)) return;
+    const int lane = place.lane, row = min(place.first_row() + lane % 16, s.rows - 1);
+    const float* t = low_rank.t + static_cast<size_t>(row) * low_rank.t_stride + group(place) * low_rank.rank;
+    for (int j = 0; j < low_rank.rank; j += 4) {
+      const uint32_t* from = lora::factor_of(low_rank, 0, outputs(s, place), j) + (place.warp * 64 + lane) * 4;
+      const uint32_t to = place.staging() + j / 4 * kShareBytes + lane * 16;
+      copy16(to, from, 16), copy16(to + 512, from + 128, 16);
+      if (lane < 16) copy16(place.staging() + wide_product::kRowStagingBytes + lane * kRankBytes + j * 4, t + j, 16);
+    }
+    copy_commit();
+  }
+  __device__ __forceinline__ void add_staged(float (&d)[128], const wide_product::Place& place) const {
+    const int lane = place.lane;
+    for (int j = 0; j < low_rank.rank; j += 4) {
+      const uint32_t t =
+          place.staging() + wide_product::kRowStagingBytes + lane / 4 * kRankBytes + (j + lane % 2 * 2) * 4;
+      const lora::Split upper = lora::split(load_shared_float2(t)),
+                        lower = lora::split(load_shared_float2(t + 8 * kRankBytes));
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {  // 32 columns
+        const uint4 v = load_shared_16(place.staging(i / 2) + j / 4 * kShareBytes + i % 2 * 512 + lane * 16);
+        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+          multiply_16x8(*reinterpret_cast<float(*)[4]>(&d[16 * i + 4 * k]), upper.high, lower.high, upper.low,
+                        lower.low, words[k], words[k]);
+      }
+    }
+  }
+  __device__ __forceinline__ void operator()(float (&d)[128], const wide_product::Shape& s,
+                                             const wide_product::Place& place) const {
+    if (lora::can_stage(low_rank)) {
+      copy_wait<0>();
+      group_barrier(1 + place.owner, 128);
+      add_staged(d, place);
+      group_barrier(1 + place.owner, 128);  // the corners are free for rows
+    } else {
+      const int rows[1][2] = {{min(place.row, s.rows - 1), min(place.row + 8, s.rows - 1)}};
+      lora::LowRank l = low_rank;
+      l.t += group(place) * l.rank;
+      lora::Outputs o = outputs(s, place);
+#pragma unroll
+      for (int half = 0; half < 2; ++half, o.first += 128)
+        lora::add_to_rows(*reinterpret_cast<float(*)[1][64]>(&d[64 * half]), 1, l, o, rows, place.lane);
+    }
+    store(d, s, place);
+  }
+};
+
+// In the narrow product.
+template <typename Store>
+struct AddLowRankToColumns {
+  Store store;
+  lora::LowRank low_rank;
+  template <int kCount>
+  __device__ __forceinline__ void operator()(float (&d)[kCount], const narrow_product::Shape& s,
+                                             const narrow_product::Place& place) const {
+    lora::LowRank l = low_rank;
+    l.t += place.first_output / s.group_n * l.rank;
+    lora::add_to_columns<2 * kCount>(*reinterpret_cast<float(*)[1][kCount]>(&d), l, {0, s.n, place.first_output}, 0,
+                                     s.rows, place.warp, place.lane);
+    store(d, s, place);
+  }
+};
+
+// Several groups, or more than kThinOutputs outputs.
+bool one_chain(const Weight& w) { return w.groups > 1 || w.n > kThinOutputs; }
+
+// Three kernels for the same bits: few rows are bound by reading the weight, many by the tensor cores.
+void run_narrow(const uint16_t* x, const Weight& w, const Thin& p, cudaStream_t stream) {
+  const narrow_product::Shape shape{p.rows, p.n, p.k, p.group_n};
+  const auto store = [&](const auto& to) {
+    if (p.low_rank.rank == 0)
+      narrow_product::launch(x, w.data, shape, to, stream);
+    else
+      narrow_product::launch(x, w.data, shape, AddLowRankToColumns<std::decay_t<decltype(to)>>{to, p.low_rank}, stream);
+  };
+  p.out_f32 ? store(narrow_product::Store<float>{p.out_f32}) : store(narrow_product::Store<uint16_t>{p.out_bf16});
+}
+void run_wide(const uint16_t* x, const Weight& w, const Thin& p, cudaStream_t stream) {
+  const wide_product::Shape shape{p.rows, p.n, p.k, w.groups > 1 ? w.n : 0};
+  const auto store = [&](const auto& to) {
+    if (p.low_rank.rank == 0)
+      wide_product::launch<kColumnsContracted, kColumnsContracted>(x, w.data, shape, to, stream);
+    else
+      wide_product::launch<kColumnsContracted, kColumnsContracted>(
+          x, w.data, shape, AddLowRank<std::decay_t<decltype(to)>>{to, p.low_rank, p.group_n, true}, stream);
+  };
+  p.out_f32 ? store(wide_product::StoreFloats{p.out_f32, false}) : store(wide_product::StoreBf16{p.out_bf16});
+}
+void run_one_chain(const uint16_t* x, const Weight& w, const Thin& p, cudaStream_t stream) {
+  const wide_product::Shape wide{p.rows, p.n, p.k};
+  if (p.rows <= narrow_product::kMostRows) return run_narrow(x, w, p, stream);
+  const bool whole_tiles = (w.groups == 1 || w.n % wide_product::kColumns == 0) &&
+                           (p.low_rank.rank == 0 || p.n % wide_product::kColumns == 0);
+  if (whole_tiles && wide.tiles() * wide_product::kCluster >= multiprocessors()) return run_wide(x, w, p, stream);
+  launch_thin<true>(x, w.data, p, stream);
+}
 
 void run(const uint16_t* x, const Weight& w, Thin p, void* workspace, cudaStream_t stream) {
   const char* where = "row_linear: linear";
   check(where, x, p.rows, w.n, w.k, w.data);
   const void* out = p.out_f32 ? static_cast<const void*>(p.out_f32) : p.out_bf16;
   require(aligned(out, 16), where, "the output must be aligned to 16 bytes");
-  require(w.groups == 1 || (w.groups > 1 && w.n % kTile == 0 && w.n <= kThinOutputs && w.k % kDepth == 0), where,
-          "with groups, n = " + std::to_string(w.n) +
-              " must be a multiple of 128 up to 1024, k = " + std::to_string(w.k) + " of 64");
-  require(p.low_rank.rank == 0 || (w.n <= kThinOutputs && w.n % kTile == 0 && p.low_rank.rank % 4 == 0), where,
-          "a low rank needs a rank and outputs of multiples of 4 and 128, at most 1024 outputs a group");
-  if (w.n > kThinOutputs) {
-    const wide_product::Shape shape{p.rows, w.n, w.k};
-    if (p.out_f32)
-      wide_product::launch<kColumnsContracted, kColumnsContracted>(x, w.data, shape,
-                                                                   wide_product::StoreFloats{p.out_f32, false}, stream);
-    else
-      wide_product::launch<kColumnsContracted, kColumnsContracted>(x, w.data, shape,
-                                                                   wide_product::StoreBf16{p.out_bf16}, stream);
-    return;
-  }
+  require(
+      w.groups == 1 || (w.groups > 1 && w.n % kTile == 0 && w.k % kDepth == 0), where,
+      "with groups, n = " + std::to_string(w.n) + " must be a multiple of 128, k = " + std::to_string(w.k) + " of 64");
+  require(p.low_rank.rank == 0 || (w.n % kTile == 0 && p.low_rank.rank % 4 == 0), where,
+          "a low rank needs a rank and outputs of multiples of 4 and 128");
+  if (one_chain(w)) return run_one_chain(x, w, p, stream);
   const bool split = by_parts(p);
   require(!split || aligned(workspace, 16), where, "few rows need a workspace, see workspace_bytes");
   if (split) p.parts = static_cast<float*>(workspace);
@@ -213,28 +332,7 @@ void run(const uint16_t* x, const Weight& w, Thin p, void* workspace, cudaStream
   }
 }
 
-// ---- Gradients
-// ------------------------------------------------------------------------------------------------------- An epilogue
-// that adds the low rank first. A tile's columns belong to one group.
-template <typename Store>
-struct AddLowRank {
-  Store store;
-  lora::LowRank low_rank;
-  int group_columns;
-  __device__ __forceinline__ void operator()(float (&d)[128], const wide_product::Shape& s,
-                                             const wide_product::Place& place) const {
-    const int first_column = place.column - 2 * (place.lane % 4), group = first_column / group_columns;
-    const int rows[1][2] = {{min(place.row, s.rows - 1), min(place.row + 8, s.rows - 1)}};
-    lora::LowRank l = low_rank;
-    l.t += group * l.rank;
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      lora::add_to_rows(*reinterpret_cast<float(*)[1][64]>(&d[64 * half]), 1, l,
-                        {0, group_columns, first_column - group * group_columns + 128 * half}, rows, place.lane);
-    store(d, s, place);
-  }
-};
-
+// ---- Gradients ------------------------------------------------------------------------------------------------------
 template <typename Store>
 void backward_input(const uint16_t* dy, int rows, const Weight& w, const Store& store, const lora::LowRank& low_rank,
                     cudaStream_t stream) {
@@ -249,8 +347,8 @@ void backward_input(const uint16_t* dy, int rows, const Weight& w, const Store& 
     return wide_product::launch<kColumnsContracted, kRowsContracted>(dy, w.data, shape, store, stream);
   require(low_rank.rank % 4 == 0 && w.k % wide_product::kColumns == 0, where,
           "a low rank needs a rank and inputs of multiples of 4 and 256");
-  wide_product::launch<kColumnsContracted, kRowsContracted>(dy, w.data, shape, AddLowRank<Store>{store, low_rank, w.k},
-                                                            stream);
+  wide_product::launch<kColumnsContracted, kRowsContracted>(dy, w.data, shape,
+                                                            AddLowRank<Store>{store, low_rank, w.k, false}, stream);
 }
 
 // ---- FP32 weights: three planes are three times the outputs, added at the end ---------------------------------------
@@ -294,7 +392,7 @@ void linear_split(const uint16_t* x, int rows, const SplitWeight& w, float* out,
 
 size_t workspace_bytes(int rows, const Weight& w) {
   const Thin p = thin_of(rows, w);
-  return w.n <= kThinOutputs && by_parts(p) ? static_cast<size_t>(p.part_count()) * rows * p.n * sizeof(float) : 0;
+  return !one_chain(w) && by_parts(p) ? static_cast<size_t>(p.part_count()) * rows * p.n * sizeof(float) : 0;
 }
 
 void linear(const uint16_t* x, int rows, const Weight& w, float* out, void* workspace, cudaStream_t stream,

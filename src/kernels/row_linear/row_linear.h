@@ -4,7 +4,7 @@
 // std::invalid_argument; CUDA errors raise std::runtime_error.
 //
 // Bits. y[row, n] depends on that row of x and on W's row n alone, whatever the number of rows: K is cut into parts
-// that depend on n and k only, each part is one chain of tensor-core steps, the parts are added in FP32 in order.
+// that depend on the shape of W only, each part is one chain of tensor-core steps, the parts are added in FP32 in order.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -16,24 +16,25 @@
 namespace plumb::kernels::row_linear {
 
 // ---- bf16 weights [n, k] -------------------------------------------------------------------------------------------
-// Up to kThinOutputs outputs: parts of 512 of K; few rows are spread over the multiprocessors by part. More outputs:
-// one part, tiles of 128 x 256 (wide_product.cuh).
+// Up to kThinOutputs outputs: parts of 512 of K; few rows are spread over the multiprocessors by part. More outputs, or
+// several groups: one part; tiles of 128 x 256 (wide_product.cuh), for up to 128 rows of 64 outputs
+// (narrow_product.cuh).
 constexpr int kThinOutputs = 1024;
 
 struct Weight {
   const uint16_t* data;  // bf16 bits [groups * n, k], aligned to 16 bytes
   int n, k;              // multiples of 8
   // Several groups (wo_a): outputs g * n .. of y meet inputs g * k .. of x, y = [rows, groups * n], x = [rows, groups *
-  // k]. Then n is a multiple of 128 and at most kThinOutputs, k a multiple of 64. Gradients of the input: n a multiple
-  // of 64, k of 256; of the weight: n a multiple of 256.
+  // k]. Then n is a multiple of 128, k a multiple of 64. Gradients of the input: n a multiple of 64, k of 256; of the
+  // weight: n a multiple of 256.
   int groups = 1;
 };
 // 0 if none is needed for that many rows.
 size_t workspace_bytes(int rows, const Weight& weight);
 
-// x: bf16 bits [rows, k]; out: [rows, n]; both aligned to 16 bytes. low_rank (lora.h; weights of at most kThinOutputs
-// outputs a group): added in FP32 before the rounding. With groups, that of group g lies at t + g * rank; the factor is
-// packed for all groups * n outputs together.
+// x: bf16 bits [rows, k]; out: [rows, n]; both aligned to 16 bytes. low_rank (lora.h; n a multiple of 128): added in
+// FP32 before the rounding. With groups, that of group g lies at t + g * rank; the factor is packed for all groups * n
+// outputs together.
 void linear(const uint16_t* x, int rows, const Weight& weight, float* out, void* workspace, cudaStream_t stream,
             const lora::LowRank& low_rank = {});
 void linear_bf16(const uint16_t* x, int rows, const Weight& weight, uint16_t* out, void* workspace, cudaStream_t stream,
