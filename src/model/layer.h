@@ -60,6 +60,7 @@ PassContext make_context(const ModelConfig& config, const SequencePlan& plan, Nu
 struct CompressorSaved {
   ops::ProjectedRows rows;
   Tensor pooled;  // [new entries, c] before the norm
+  Tensor low_rank_kv, low_rank_gate;
 };
 struct AttentionSaved {
   Tensor x;       // [T, d] input
@@ -72,7 +73,8 @@ struct AttentionSaved {
   ops::RowLists selected;  // kind csa: entries that each row attends to
   ops::RowLists lists;
   ops::RotatedAttention core;
-  Tensor u;  // [T, g*d_g] output of wo_a
+  Tensor u;                                                                         // [T, g*d_g] output of wo_a
+  Tensor low_rank_wq_a, low_rank_wq_b, low_rank_wkv, low_rank_wo_a, low_rank_wo_b;  // see ops::linear
 };
 
 struct LayerSaved {  // what the backward pass of a layer needs

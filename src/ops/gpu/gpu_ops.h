@@ -33,12 +33,15 @@ Tensor finish_vectors_backward(const Tensor& d_y, const Tensor& x, const Tensor&
                                const VectorSteps& steps, const Tensor& dweight);
 
 // linear.cpp
-Tensor linear(const Tensor& x, const Linear& w, const LoraList& lora, const LinearPoints& points);
+Tensor linear(const Tensor& x, const Linear& w, const LoraList& lora, const LinearPoints& points,
+              Tensor* low_rank = nullptr);
 Tensor linear_backward(const Tensor& dy, const Tensor& x, const Linear& w, const LoraList& lora,
-                       const LinearPoints& points, const std::vector<LoraGrad>& lora_grads, const Tensor& dw);
-Tensor grouped_output(const Tensor& x, const GroupedWeight& w, const LoraList& lora, const RoundAt& at);
+                       const LinearPoints& points, const std::vector<LoraGrad>& lora_grads, const Tensor& dw,
+                       const Tensor& low_rank);
+Tensor grouped_output(const Tensor& x, const GroupedWeight& w, const LoraList& lora, const RoundAt& at,
+                      Tensor* low_rank);
 Tensor grouped_output_backward(const Tensor& dy, const Tensor& x, const GroupedWeight& w, const LoraList& lora,
-                               const std::vector<LoraGrad>& lora_grads, const Tensor& dw);
+                               const std::vector<LoraGrad>& lora_grads, const Tensor& dw, const Tensor& low_rank);
 
 // attention.cpp
 Visibility visibility(const EntryRanges& ranges);
