@@ -185,7 +185,7 @@ Tensor attention_forward(const PassContext& ctx, const LayerWeights& w, int laye
   s.core = ops::rotated_attention(s.q, s.keys, s.lists, w.attn.sink, rotary(ctx, w.kind), n);
   put(ctx, "o", layer, s.core.core.o);
   if (known.a.defined()) {
-    s.u = known.u;
+    s.u = known.u, s.low_rank_wo_a = known.low_rank_wo_a, s.low_rank_wo_b = known.low_rank_wo_b;
     return known.a;
   }
   s.u = ops::grouped_output(s.core.turned, {w.attn.wo_a, w.wo_a_group}, lora_of(ctx, layer, &LayerLora::wo_a),

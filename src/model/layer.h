@@ -73,8 +73,9 @@ struct AttentionSaved {
   ops::RowLists selected;  // kind csa: entries that each row attends to
   ops::RowLists lists;
   ops::RotatedAttention core;
-  Tensor u;                                                                         // [T, g*d_g] output of wo_a
-  Tensor low_rank_wq_a, low_rank_wq_b, low_rank_wkv, low_rank_wo_a, low_rank_wo_b;  // see ops::linear
+  Tensor u;  // [T, g*d_g] output of wo_a
+  // x A^T of the products' adapters, see ops::linear.
+  Tensor low_rank_wq_a, low_rank_wq_b, low_rank_wkv, low_rank_wo_a, low_rank_wo_b;
 };
 
 struct LayerSaved {  // what the backward pass of a layer needs
@@ -93,6 +94,7 @@ struct LayerOutputs {
   ops::RowLists selected;  // kind csa
   Tensor u;                // [T, g*d_g] output of wo_a
   Tensor a, f;             // [T,d] outputs of the two halves
+  Tensor low_rank_wo_a, low_rank_wo_b;
 };
 
 // x [T,d] (normed) -> [T,d]. known: outputs of an earlier run with the same input, or empty.
