@@ -79,32 +79,59 @@ void run(Report& report, const Shape& s) {
   const auto forwards = medians_ms(9, {[&] { product({}); }, [&] { product(forward); }});
   const double base = forwards[0], with = forwards[1];
   const double way_down = median_ms(9, [&] { down(x.get(), grouped, s.k, planes_a.get(), t.get()); });
-  report.time(name + ": forward without adapter", base), report.time(name + ": way down", way_down);
+  report.time(name + ": forward without adapter", base);
+  report.bytes(name + ": T", 2.0 * s.rows * s.k, way_down);
   report.ratio(name + ": epilogue, extra time", 100 * (with / base - 1));
   report.ratio(name + ": epilogue and way down, extra time", 100 * ((with + way_down) / base - 1));
 
   const auto dx = [&](const lora::LowRank& l) { linear_backward_input(w, dy.get(), back, out.get(), nullptr, l); };
   const auto backwards = medians_ms(9, {[&] { dx({}); }, [&] { dx(backward); }});
   const double base_dx = backwards[0], with_dx = backwards[1];
-  const double way_back = median_ms(9, [&] { down(dy.get(), false, s.n, planes_b.get(), u.get()); });
   const Array<float> d_a(a.size(), 0, 7), d_b(b.size(), 0, 8);
-  lora::Gradient ga{x.get(),  grouped ? source.get() : nullptr,
-                    u.get(),  kRank,
-                    kRank,    s.rows,
-                    s.k,      grouped ? first.get() : nullptr,
-                    s.groups, nullptr,
-                    0,        true,
-                    false,    d_a.get()};
-  lora::Gradient gb{dy.get(), nullptr, t.get(), kRank, kRank,    s.rows,   s.n, grouped ? first.get() : nullptr,
-                    s.groups, nullptr, 0,       false, s.swiglu, d_b.get()};
+  lora::Gradient ga{}, gb{};
+  ga.y = x.get(), ga.source_row = grouped ? source.get() : nullptr, ga.t = u.get(), ga.columns = s.k;
+  ga.transposed = true, ga.out = d_a.get();
+  gb.y = dy.get(), gb.t = t.get(), gb.columns = s.n, gb.gate_up = s.swiglu, gb.out = d_b.get();
+  for (lora::Gradient* g : {&ga, &gb}) {
+    g->t_stride = g->rank = kRank, g->rows = s.rows, g->groups = s.groups, g->parts = 1;
+    g->first_row = grouped ? first.get() : nullptr;
+  }
+  gb.planes = planes_b.get(), gb.u = u.get();
   const Array<uint8_t> workspace(std::max(lora::gradient_bytes(ga), lora::gradient_bytes(gb)));
-  const double time_a = median_ms(9, [&] { lora::add_gradient(ga, workspace.get(), nullptr); });
   const double time_b = median_ms(9, [&] { lora::add_gradient(gb, workspace.get(), nullptr); });
-  report.time(name + ": dx without adapter", base_dx), report.time(name + ": way back", way_back);
-  report.bytes(name + ": dA", 2.0 * s.rows * s.k, time_a), report.bytes(name + ": dB", 2.0 * s.rows * s.n, time_b);
+  const double time_a = median_ms(9, [&] { lora::add_gradient(ga, workspace.get(), nullptr); });
+  report.time(name + ": dx without adapter", base_dx);
+  report.bytes(name + ": U and dB", 2.0 * s.rows * s.n, time_b),
+      report.bytes(name + ": dA", 2.0 * s.rows * s.k, time_a);
   report.ratio(name + ": dx, extra time of the epilogue", 100 * (with_dx / base_dx - 1));
-  report.ratio(name + ": backward with dA and dB, extra time",
-               100 * ((with_dx + way_back + time_a + time_b) / base_dx - 1));
+  report.ratio(name + ": backward with dA and dB, extra time", 100 * ((with_dx + time_a + time_b) / base_dx - 1));
+}
+
+// wo_a: eight groups of heads beside each other in a row, one A for all.
+void run_grouped_output(Report& report) {
+  constexpr int kGroups = 8, kIn = 4096, kOut = 1024;
+  const Array<uint16_t> x(size_t(kTokens) * kGroups * kIn, 1, 1), dy(size_t(kTokens) * kGroups * kOut, 1, 2);
+  const Array<float> a(kRank * kIn, 0.02f, 3), b(kGroups * kOut * kRank, 0.02f, 4);
+  const Array<float> t(size_t(kTokens) * kGroups * kRank, 1, 5), u(t.size(), 1, 6), d_a(a.size()), d_b(b.size());
+  const Array<uint16_t> planes_a(row_linear::split_bytes(1, kRank, kIn) / 2);
+  const Array<uint16_t> planes_b(row_linear::split_bytes(kGroups, kRank, kOut) / 2);
+  row_linear::split_weight(a.get(), 1, kRank, kIn, 2, planes_a.get(), nullptr);
+  row_linear::split_weight(b.get(), kGroups, kRank, kOut, 2, planes_b.get(), nullptr, {true, false});
+  lora::Gradient ga{}, gb{};
+  ga.y = x.get(), ga.t = u.get(), ga.t_stride = kRank, ga.rows = kTokens * kGroups, ga.columns = kIn;
+  ga.transposed = true, ga.out = d_a.get(), ga.parts = 1;
+  gb.y = dy.get(), gb.t = t.get(), gb.t_stride = kGroups * kRank, gb.rows = kTokens, gb.columns = kGroups * kOut;
+  gb.out = d_b.get(), gb.parts = kGroups, gb.planes = planes_b.get(), gb.u = u.get();
+  ga.rank = gb.rank = kRank, ga.groups = gb.groups = 1;
+  const Array<uint8_t> workspace(std::max(lora::gradient_bytes(ga), lora::gradient_bytes(gb)));
+  const std::string name = "wo_a, 8 x [1024, 4096]";
+  report.bytes(name + ": T", 2.0 * x.size(), median_ms(9, [&] {
+                 row_linear::few_outputs(x.get(), nullptr, nullptr, kTokens * kGroups, {planes_a.get(), 1, kRank, kIn},
+                                         t.get(), nullptr);
+               }));
+  report.bytes(name + ": U and dB", 2.0 * dy.size(),
+               median_ms(9, [&] { lora::add_gradient(gb, workspace.get(), nullptr); }));
+  report.bytes(name + ": dA", 2.0 * x.size(), median_ms(9, [&] { lora::add_gradient(ga, workspace.get(), nullptr); }));
 }
 
 }  // namespace
@@ -118,5 +145,6 @@ int main(int argc, char** argv) {
         {"wo_b, FP8 [4096, 8192]", WeightFormat::fp8, 1, kTokens, 4096, 8192, false},
         {"wq_a, FP8 [1024, 4096]", WeightFormat::fp8, 1, kTokens, 1024, 4096, false}})
     run(report, s);
+  run_grouped_output(report);
   report.write(argc, argv);
 }

@@ -55,8 +55,8 @@ Tensor rows_of(const Tensor& x) { return x.view({x.size(0), x.size(1) * x.size(2
 Tensor compress(const PassContext& ctx, const CompressorPart<Linear>& w, const ops::Compression& plan, const Tensor& x,
                 const LoraList& kv_lora, const LoraList& gate_lora, const CompressorPoints& points,
                 const Tensor* pending_kv, const Tensor* pending_gate, CompressorSaved& s) {
-  s.rows.kv = ops::linear(x, w.wkv, kv_lora);  // FP32 results, no rounding point
-  s.rows.gate = ops::linear(x, w.wgate, gate_lora);
+  s.rows.kv = ops::linear(x, w.wkv, kv_lora, {}, &s.low_rank_kv);  // FP32 results, no rounding point
+  s.rows.gate = ops::linear(x, w.wgate, gate_lora, {}, &s.low_rank_gate);
   if (pending_kv) s.rows.pending_kv = *pending_kv, s.rows.pending_gate = *pending_gate;
   s.pooled = ops::pool_entries(plan, s.rows, w.ape, {ctx.numerics, points.pool});
   if (pending_kv) {  // only now: entries above read the old rows
@@ -77,8 +77,8 @@ std::vector<Tensor> compress_backward(const PassContext& ctx, const CompressorPa
                                                        entry_steps(ctx, points), grads.norm);
   Tensor d_kv = zeros_like(s.rows.kv), d_gate = zeros_like(s.rows.gate);
   ops::pool_entries_backward(plan, s.rows, w.ape, rows_of(d_pooled), d_kv, d_gate, grads.ape);
-  return {ops::linear_backward(d_kv, x, w.wkv, kv_lora, {}, kv_grads, grads.wkv),
-          ops::linear_backward(d_gate, x, w.wgate, gate_lora, {}, gate_grads, grads.wgate)};
+  return {ops::linear_backward(d_kv, x, w.wkv, kv_lora, {}, kv_grads, grads.wkv, s.low_rank_kv),
+          ops::linear_backward(d_gate, x, w.wgate, gate_lora, {}, gate_grads, grads.wgate, s.low_rank_gate)};
 }
 
 float index_scale(const ModelConfig& c) {
@@ -159,14 +159,17 @@ Tensor attention_forward(const PassContext& ctx, const LayerWeights& w, int laye
   s.x = x;
 
   // Queries: low rank, norm, heads, norm of every head, rotation of the last channels.
-  s.qa = ops::linear(x, w.attn.wq_a, lora_of(ctx, layer, &LayerLora::wq_a), {n, Point::act_wq_a, Point::out_wq_a});
+  s.qa = ops::linear(x, w.attn.wq_a, lora_of(ctx, layer, &LayerLora::wq_a), {n, Point::act_wq_a, Point::out_wq_a},
+                     &s.low_rank_wq_a);
   s.qr = ops::rms_norm(s.qa, w.attn.q_norm, eps(ctx), {n, Point::norm_q});
-  s.qb = ops::linear(s.qr, w.attn.wq_b, lora_of(ctx, layer, &LayerLora::wq_b), {n, Point::act_wq_b, Point::out_wq_b})
+  s.qb = ops::linear(s.qr, w.attn.wq_b, lora_of(ctx, layer, &LayerLora::wq_b), {n, Point::act_wq_b, Point::out_wq_b},
+                     &s.low_rank_wq_b)
              .view({x.size(0), c.num_attention_heads, c.head_dim});
   s.q = ops::finish_vectors(s.qb, {}, rotary(ctx, w.kind), query_steps(ctx));
 
   // Window keys: one head, the key is the value.
-  s.kva = single(ops::linear(x, w.attn.wkv, lora_of(ctx, layer, &LayerLora::wkv), {n, Point::act_wkv, Point::out_wkv}));
+  s.kva = single(ops::linear(x, w.attn.wkv, lora_of(ctx, layer, &LayerLora::wkv), {n, Point::act_wkv, Point::out_wkv},
+                             &s.low_rank_wkv));
   const Tensor kv = ops::finish_vectors(s.kva, w.attn.kv_norm, rotary(ctx, w.kind), key_steps(ctx));
   put(ctx, "q", layer, s.q), put(ctx, "kv", layer, rows_of(kv));
 
@@ -182,12 +185,13 @@ Tensor attention_forward(const PassContext& ctx, const LayerWeights& w, int laye
   s.core = ops::rotated_attention(s.q, s.keys, s.lists, w.attn.sink, rotary(ctx, w.kind), n);
   put(ctx, "o", layer, s.core.core.o);
   if (known.a.defined()) {
-    s.u = known.u;
+    s.u = known.u, s.low_rank_wo_a = known.low_rank_wo_a, s.low_rank_wo_b = known.low_rank_wo_b;
     return known.a;
   }
   s.u = ops::grouped_output(s.core.turned, {w.attn.wo_a, w.wo_a_group}, lora_of(ctx, layer, &LayerLora::wo_a),
-                            {n, Point::out_wo_a});
-  return ops::linear(s.u, w.attn.wo_b, lora_of(ctx, layer, &LayerLora::wo_b), {n, Point::act_wo_b, Point::out_wo_b});
+                            {n, Point::out_wo_a}, &s.low_rank_wo_a);
+  return ops::linear(s.u, w.attn.wo_b, lora_of(ctx, layer, &LayerLora::wo_b), {n, Point::act_wo_b, Point::out_wo_b},
+                     &s.low_rank_wo_b);
 }
 
 Tensor attention_backward(const PassContext& ctx, const LayerWeights& w, int layer, const AttentionSaved& s,
@@ -196,12 +200,12 @@ Tensor attention_backward(const PassContext& ctx, const LayerWeights& w, int lay
   const Numerics n = ctx.numerics;
   PLUMB_CHECK(!ctx.cache && ctx.plan.key_slot.empty(), "a backward pass needs a plan without a cache");
 
-  Tensor d_u = ops::linear_backward(d_out, s.u, w.attn.wo_b, lora_of(ctx, layer, &LayerLora::wo_b),
-                                    {n, Point::act_wo_b, Point::out_wo_b},
-                                    lora_grads_of(ctx, layer, &LayerLora::wo_b, &LayerLoraGrad::wo_b), grads.attn.wo_b);
+  Tensor d_u = ops::linear_backward(
+      d_out, s.u, w.attn.wo_b, lora_of(ctx, layer, &LayerLora::wo_b), {n, Point::act_wo_b, Point::out_wo_b},
+      lora_grads_of(ctx, layer, &LayerLora::wo_b, &LayerLoraGrad::wo_b), grads.attn.wo_b, s.low_rank_wo_b);
   Tensor d_turned = ops::grouped_output_backward(
       d_u, s.core.turned, {w.attn.wo_a, w.wo_a_group}, lora_of(ctx, layer, &LayerLora::wo_a),
-      lora_grads_of(ctx, layer, &LayerLora::wo_a, &LayerLoraGrad::wo_a), grads.attn.wo_a);
+      lora_grads_of(ctx, layer, &LayerLora::wo_a, &LayerLoraGrad::wo_a), grads.attn.wo_a, s.low_rank_wo_a);
   const ops::AttentionGrad core = ops::rotated_attention_backward(d_turned, s.q, s.keys, s.lists, w.attn.sink,
                                                                   rotary(ctx, w.kind), s.core, grads.attn.sink);
 
@@ -209,19 +213,19 @@ Tensor attention_backward(const PassContext& ctx, const LayerWeights& w, int lay
   Tensor d_qb = ops::finish_vectors_backward(core.dq, s.qb, {}, rotary(ctx, w.kind), query_steps(ctx), {});
   Tensor d_qr = ops::linear_backward(
       rows_of(d_qb), s.qr, w.attn.wq_b, lora_of(ctx, layer, &LayerLora::wq_b), {n, Point::act_wq_b, Point::out_wq_b},
-      lora_grads_of(ctx, layer, &LayerLora::wq_b, &LayerLoraGrad::wq_b), grads.attn.wq_b);
+      lora_grads_of(ctx, layer, &LayerLora::wq_b, &LayerLoraGrad::wq_b), grads.attn.wq_b, s.low_rank_wq_b);
   Tensor d_qa = ops::rms_norm_backward(d_qr, s.qa, w.attn.q_norm, eps(ctx), grads.attn.q_norm);
-  Tensor dx = ops::linear_backward(d_qa, s.x, w.attn.wq_a, lora_of(ctx, layer, &LayerLora::wq_a),
-                                   {n, Point::act_wq_a, Point::out_wq_a},
-                                   lora_grads_of(ctx, layer, &LayerLora::wq_a, &LayerLoraGrad::wq_a), grads.attn.wq_a);
+  Tensor dx = ops::linear_backward(
+      d_qa, s.x, w.attn.wq_a, lora_of(ctx, layer, &LayerLora::wq_a), {n, Point::act_wq_a, Point::out_wq_a},
+      lora_grads_of(ctx, layer, &LayerLora::wq_a, &LayerLoraGrad::wq_a), grads.attn.wq_a, s.low_rank_wq_a);
 
   // Window keys.
   const Tensor d_kva = ops::finish_vectors_backward(single(core.d_keys.rows(0, s.x.size(0))), s.kva, w.attn.kv_norm,
                                                     rotary(ctx, w.kind), key_steps(ctx), grads.attn.kv_norm);
   std::vector<Tensor> more;  // gradients of x besides dx
-  more.push_back(ops::linear_backward(rows_of(d_kva), s.x, w.attn.wkv, lora_of(ctx, layer, &LayerLora::wkv),
-                                      {n, Point::act_wkv, Point::out_wkv},
-                                      lora_grads_of(ctx, layer, &LayerLora::wkv, &LayerLoraGrad::wkv), grads.attn.wkv));
+  more.push_back(ops::linear_backward(
+      rows_of(d_kva), s.x, w.attn.wkv, lora_of(ctx, layer, &LayerLora::wkv), {n, Point::act_wkv, Point::out_wkv},
+      lora_grads_of(ctx, layer, &LayerLora::wkv, &LayerLoraGrad::wkv), grads.attn.wkv, s.low_rank_wkv));
 
   // Compressed entries.
   if (w.kind != LayerKind::window)

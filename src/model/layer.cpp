@@ -159,7 +159,9 @@ Tensor layer_forward(const PassContext& ctx, const LayerWeights& w, int layer, c
   return next;
 }
 
-LayerOutputs outputs_of(const LayerSaved& s) { return {s.attn.selected, s.attn.u, s.a, s.f}; }
+LayerOutputs outputs_of(const LayerSaved& s) {
+  return {s.attn.selected, s.attn.u, s.a, s.f, s.attn.low_rank_wo_a, s.attn.low_rank_wo_b};
+}
 
 LayerSaved recompute_layer(const PassContext& ctx, const LayerWeights& w, int layer, const Tensor& streams,
                            LayerOutputs known, const AuxiliaryLosses& aux) {

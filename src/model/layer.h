@@ -60,6 +60,7 @@ PassContext make_context(const ModelConfig& config, const SequencePlan& plan, Nu
 struct CompressorSaved {
   ops::ProjectedRows rows;
   Tensor pooled;  // [new entries, c] before the norm
+  Tensor low_rank_kv, low_rank_gate;
 };
 struct AttentionSaved {
   Tensor x;       // [T, d] input
@@ -73,6 +74,8 @@ struct AttentionSaved {
   ops::RowLists lists;
   ops::RotatedAttention core;
   Tensor u;  // [T, g*d_g] output of wo_a
+  // x A^T of the products' adapters, see ops::linear.
+  Tensor low_rank_wq_a, low_rank_wq_b, low_rank_wkv, low_rank_wo_a, low_rank_wo_b;
 };
 
 struct LayerSaved {  // what the backward pass of a layer needs
@@ -91,6 +94,7 @@ struct LayerOutputs {
   ops::RowLists selected;  // kind csa
   Tensor u;                // [T, g*d_g] output of wo_a
   Tensor a, f;             // [T,d] outputs of the two halves
+  Tensor low_rank_wo_a, low_rank_wo_b;
 };
 
 // x [T,d] (normed) -> [T,d]. known: outputs of an earlier run with the same input, or empty.

@@ -32,8 +32,9 @@ struct GroupLora {
 
 }  // namespace
 
-Tensor grouped_output(const Tensor& x, const GroupedWeight& w, const LoraList& lora, const RoundAt& at) {
-  PLUMB_ON_GPU(x, grouped_output(x, w, lora, at));
+Tensor grouped_output(const Tensor& x, const GroupedWeight& w, const LoraList& lora, const RoundAt& at,
+                      Tensor* low_rank) {
+  PLUMB_ON_GPU(x, grouped_output(x, w, lora, at, low_rank));
   const GroupShape s = group_shape(x, w);
   Tensor u = Tensor::empty({s.rows, s.ld_out});
   for (int64_t g = 0; g < s.groups; ++g) {
@@ -48,8 +49,8 @@ Tensor grouped_output(const Tensor& x, const GroupedWeight& w, const LoraList& l
 }
 
 Tensor grouped_output_backward(const Tensor& dy, const Tensor& x, const GroupedWeight& w, const LoraList& lora,
-                               const std::vector<LoraGrad>& lora_grads, const Tensor& dw) {
-  PLUMB_ON_GPU(x, grouped_output_backward(dy, x, w, lora, lora_grads, dw));
+                               const std::vector<LoraGrad>& lora_grads, const Tensor& dw, const Tensor& low_rank) {
+  PLUMB_ON_GPU(x, grouped_output_backward(dy, x, w, lora, lora_grads, dw, low_rank));
   const GroupShape s = group_shape(x, w);
   Tensor dx = Tensor::empty(x.shape());
   for (int64_t g = 0; g < s.groups; ++g) {

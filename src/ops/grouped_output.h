@@ -13,10 +13,11 @@ struct GroupedWeight {
 };
 
 // x [rows, in], in any shape with `rows` rows -> [rows, groups * d_g], rounded at `at`. lora: one A for all groups, B
-// [groups * d_g, r].
-Tensor grouped_output(const Tensor& x, const GroupedWeight& w, const LoraList& lora, const RoundAt& at);
-// -> dx, the shape of x. lora_grads and dw as in linear_backward.
+// [groups * d_g, r]. low_rank as in linear.
+Tensor grouped_output(const Tensor& x, const GroupedWeight& w, const LoraList& lora, const RoundAt& at,
+                      Tensor* low_rank = nullptr);
+// -> dx, the shape of x. lora_grads, dw and low_rank as in linear_backward.
 Tensor grouped_output_backward(const Tensor& dy, const Tensor& x, const GroupedWeight& w, const LoraList& lora,
-                               const std::vector<LoraGrad>& lora_grads, const Tensor& dw);
+                               const std::vector<LoraGrad>& lora_grads, const Tensor& dw, const Tensor& low_rank = {});
 
 }  // namespace plumb::ops

@@ -48,9 +48,9 @@ void check_rows(const char* name, const Tensor& x, int64_t width) {
 
 }  // namespace
 
-Tensor linear(const Tensor& x, const Linear& w, const LoraList& lora, const LinearPoints& points) {
+Tensor linear(const Tensor& x, const Linear& w, const LoraList& lora, const LinearPoints& points, Tensor* low_rank) {
   check_rows("x", x, w.in);
-  PLUMB_ON_GPU(x, linear(x, w, lora, points));
+  PLUMB_ON_GPU(x, linear(x, w, lora, points, low_rank));
   const int64_t rows = x.size(0);
   const Tensor rounded = rounded_input(x, points);
   Tensor y = Tensor::empty({rows, w.out});
@@ -78,10 +78,11 @@ void linear_backward_weight(const float* dy, int64_t lddy, const float* x, int64
 }
 
 Tensor linear_backward(const Tensor& dy, const Tensor& x, const Linear& w, const LoraList& lora,
-                       const LinearPoints& points, const std::vector<LoraGrad>& lora_grads, const Tensor& dw) {
+                       const LinearPoints& points, const std::vector<LoraGrad>& lora_grads, const Tensor& dw,
+                       const Tensor& low_rank) {
   check_rows("x", x, w.in);
   check_rows("dy", dy, w.out);
-  PLUMB_ON_GPU(x, linear_backward(dy, x, w, lora, points, lora_grads, dw));
+  PLUMB_ON_GPU(x, linear_backward(dy, x, w, lora, points, lora_grads, dw, low_rank));
   const int64_t rows = x.size(0);
   Tensor dx = Tensor::empty({rows, w.in});
   linear_backward_input(dy.f32(), w.out, rows, w, dx.f32(), w.in, false);

@@ -65,7 +65,9 @@ struct LinearPoints {
 namespace ops {
 
 // x [rows,in] -> [rows,out]: y = round_out( round_act(x) W^T + sum of the adapters' deltas on the unrounded x ).
-Tensor linear(const Tensor& x, const Linear& w, const LoraList& lora = {}, const LinearPoints& points = {});
+// low_rank: if not null, a GPU leaves x A^T of the adapters there for the backward pass; a CPU leaves it as it is.
+Tensor linear(const Tensor& x, const Linear& w, const LoraList& lora = {}, const LinearPoints& points = {},
+              Tensor* low_rank = nullptr);
 
 // The plain product on raw memory: y[r, 0..out) (+)= x[r, 0..in) W^T, with row strides; for views into wider rows.
 void linear_into(const float* x, int64_t ldx, int64_t rows, const Linear& w, float* y, int64_t ldy);
@@ -78,9 +80,10 @@ void linear_backward_weight(const float* dy, int64_t lddy, const float* x, int64
 
 // Everything of `linear`'s backward with the straight-through estimator at its points. x: the unrounded input of the
 // forward pass. Returns dx [rows,in]. lora_grads: one for each element of `lora` (or empty: none wanted). dw: undefined
-// = frozen.
+// = frozen. low_rank: what the forward pass left; undefined: made again.
 Tensor linear_backward(const Tensor& dy, const Tensor& x, const Linear& w, const LoraList& lora,
-                       const LinearPoints& points, const std::vector<LoraGrad>& lora_grads, const Tensor& dw);
+                       const LinearPoints& points, const std::vector<LoraGrad>& lora_grads, const Tensor& dw,
+                       const Tensor& low_rank = {});
 
 // The weight as FP32 [out,in]: exact (scales are powers of two).
 Tensor dequantise(const Linear& w);

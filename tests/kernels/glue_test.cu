@@ -5,7 +5,6 @@
 #include <gtest/gtest.h>
 
 #include "device_data.cuh"
-#include "kernels/grouped_linear/weight_format.h"
 #include "kernels/hyper_connections/hyper_connections.h"
 
 namespace plumb::kernels::glue {
@@ -52,27 +51,6 @@ TEST(Small, StreamsHaveTheBitsOfABoundary) {
   p.rows = rows, p.width = width;
   check_cuda(hyper_boundary(p, nullptr), "hyper_boundary");
   EXPECT_EQ(differences(alone.host(), fused.host()), 0u);
-}
-
-TEST(Small, HiddenRowsAreInTheNaturalOrder) {
-  const int rows = 4, n = 512, hidden = n / 2;
-  const float limit = 1.5f;
-  const auto gate_up = random_bf16(rows * n, 1, 11);
-  const auto weight = random_floats(rows, 1, 12);
-  const Buffer<uint16_t> gate_up_device(gate_up), out(rows * hidden);
-  const Buffer<float> weight_device(weight);
-  swiglu(gate_up_device.get(), rows, n, weight_device.get(), limit, out.get(), nullptr);
-  const auto found = out.host();
-  for (int r = 0; r < rows; ++r)
-    for (int at = 0; at < n; ++at) {
-      const int natural = grouped_linear::natural_row(at, n);
-      if (natural >= hidden) continue;  // an up
-      const double g = std::min(bf16_to_float(gate_up[r * n + at]), limit);
-      const double u = std::clamp(bf16_to_float(gate_up[r * n + at + grouped_linear::kBlock]), -limit, limit);
-      const double want = g / (1 + std::exp(-g)) * u * weight[r];
-      // One rounding to bf16, and the approximations of activation.cuh.
-      EXPECT_NEAR(bf16_to_float(found[r * hidden + natural]), want, std::fabs(want) * (0x1p-8 + 0x1p-18));
-    }
 }
 
 TEST(Small, WordsAndColumnsGoWhereTheyShould) {

@@ -294,6 +294,33 @@ TEST(GroupedLinear, SwigluAgainstDoublePrecision) {
     }
 }
 
+TEST(Swiglu, SmallHiddenRowsInTheNaturalOrder) {
+  const int rows = 4, n = 512, hidden = n / 2;
+  const float limit = 1.5f;
+  const auto gate_up = random_bf16(rows * n, 1, 11);
+  const auto weight = random_floats(rows, 1, 12);
+  const Buffer<uint16_t> gate_up_device(gate_up), out(rows * hidden);
+  const Buffer<float> weight_device(weight);
+  const Buffer<uint8_t> values(rows * hidden);
+  const Buffer<float> scales(rows * block_stride(hidden));
+  swiglu_quantise(gate_up_device.get(), rows, n, weight_device.get(), limit, values.get(), scales.get(), nullptr,
+                  out.get());
+  const auto found = out.host();
+  const Buffer<uint16_t> alone(rows * hidden);
+  swiglu_quantise(gate_up_device.get(), rows, n, weight_device.get(), limit, nullptr, nullptr, nullptr, alone.get());
+  EXPECT_EQ(differences(alone.host(), found), 0u);
+  for (int r = 0; r < rows; ++r)
+    for (int at = 0; at < n; ++at) {
+      const int natural = natural_row(at, n);
+      if (natural >= hidden) continue;  // an up
+      const double g = std::min(bf16_to_float(gate_up[r * n + at]), limit);
+      const double u = std::clamp(bf16_to_float(gate_up[r * n + at + kBlock]), -limit, limit);
+      const double want = g / (1 + std::exp(-g)) * u * weight[r];
+      // One rounding to bf16, and the approximations of activation.cuh.
+      EXPECT_NEAR(bf16_to_float(found[r * hidden + natural]), want, std::fabs(want) * (0x1p-8 + 0x1p-18));
+    }
+}
+
 // The fused epilogue at every width has the bits of the oracle's product followed by swiglu_quantise; rows of no group
 // stay as they were.
 void check_fused_swiglu(const Case& c, WeightFormat format) {

@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "grouped_linear_data.cuh"
+#include "kernels/lora/prepare.h"
 #include "kernels/row_linear/row_linear.h"
 
 namespace plumb::kernels::lora {
@@ -130,6 +131,31 @@ TEST(Lora, Epilogues) {
   check_epilogue(WeightFormat::fp8, {5, 300, 0, 513}, 1024, 384, 8, false);
   check_epilogue(WeightFormat::fp8, {700}, 768, 1024, 32, false);
   check_epilogue(WeightFormat::fp4, {90, 300}, 256, 384, 20, false);
+}
+
+// One launch for a factor and planes leaves what two leave, and their addresses.
+TEST(Lora, SmallFormsOfAPair) {
+  const int groups = 3, n = 256, k = 96, rank = 12;
+  const Buffer<float> a(random_floats(groups * rank * k, 1, 30)), b(random_floats(groups * n * rank, 1, 31));
+  for (const bool forward : {true, false}) {
+    const int width = forward ? k : n, outputs = forward ? n : k;
+    const size_t words = factor_bytes(groups, outputs, rank) / 4,
+                 halves = row_linear::split_bytes(groups, rank, width) / 2;
+    const Buffer<uint32_t> factor(words), both_factor(words);
+    const Buffer<uint16_t> planes(halves), both_planes(halves);
+    const Buffer<const uint32_t*> factor_address(2);
+    const Buffer<const uint16_t*> planes_address(2);
+    const row_linear::Source source{!forward, !forward};
+    const Factor f{forward ? b.get() : a.get(), groups, outputs, rank, !forward, forward, both_factor.get()};
+    const row_linear::Split p{forward ? a.get() : b.get(), groups, rank, width, 0.7f, source, both_planes.get()};
+    prepare(f, p, {factor_address.get() + 1, planes_address.get()}, nullptr);
+    pack_factor(f.from, groups, outputs, rank, f.transposed, f.gate_up, factor.get(), nullptr);
+    row_linear::split_weight(p.weight, groups, rank, width, p.scale, planes.get(), nullptr, source);
+    EXPECT_EQ(differences(both_factor.host(), factor.host()), 0u);
+    EXPECT_EQ(differences(both_planes.host(), planes.host()), 0u);
+    EXPECT_EQ(factor_address.host()[1], both_factor.get());
+    EXPECT_EQ(planes_address.host()[0], both_planes.get());
+  }
 }
 
 // The fused epilogue equals the product with its low rank, then SwiGLU as a kernel of its own.
@@ -291,22 +317,29 @@ TEST(Lora, SmallWayDownOfManyAdapters) {
   }
 }
 
-// Bound: chains of FP32 fused multiply-adds over the rows, half an ulp of the running sum each: rows * 2^-24 of the sum
-// of magnitudes.
+// Bounds. Tensor cores add 16 exact products and the running sum with an error of an ulp of the largest: three times
+// (one for each part of t) for 16 rows, less than rows * 2^-24 of the sum of magnitudes, where segments of rows add one
+// rounding each. u: three parts of W, chains of up to 128 columns, then sums of up to 300 numbers.
 struct GradientCase {
   std::vector<int> counts;  // one: a single group
   int columns, rank, stride;
   bool gathered, adapters, transposed, gate_up;
+  bool u = false;
+  int parts = 1;
 };
 void check_gradient(const GradientCase& c) {
   const std::vector<int> first = first_rows(c.counts);
   const int rows = first.back(), groups = static_cast<int>(c.counts.size()), sources = c.gathered ? 50 : rows;
+  const int part_columns = c.columns / c.parts, plane_groups = groups * c.parts;
   const auto y = random_bf16(static_cast<size_t>(sources) * c.columns, 1, 8);
   const auto t = random_floats(static_cast<size_t>(rows) * c.stride, 1, 9);
+  const auto w = random_floats(static_cast<size_t>(plane_groups) * c.rank * part_columns, 1, 10);
   std::vector<int> source(rows), adapter(rows);
   for (int r = 0; r < rows; ++r) source[r] = c.gathered ? r * 37 % sources : r, adapter[r] = r * 3 % 5 < 3 ? 1 : 0;
-  const Buffer<uint16_t> y_device(y);
-  const Buffer<float> t_device(t);
+  const Buffer<uint16_t> y_device(y), planes(row_linear::split_bytes(plane_groups, c.rank, part_columns) / 2);
+  const Buffer<float> t_device(t), w_device(w);
+  Buffer<float> u(static_cast<size_t>(rows) * c.parts * c.rank);
+  row_linear::split_weight(w_device.get(), plane_groups, c.rank, part_columns, 2, planes.get(), nullptr);
   const Buffer<int> source_device(source), adapter_device(adapter), first_device(first);
   const size_t size = static_cast<size_t>(groups) * c.columns * c.rank;
   Gradient g{y_device.get(),
@@ -322,15 +355,19 @@ void check_gradient(const GradientCase& c) {
              1,
              c.transposed,
              c.gate_up,
-             nullptr};
-  const Buffer<float> workspace(gradient_bytes(g) / 4);
-  std::vector<float> result;
+             nullptr,
+             c.parts};
+  if (c.u) g.planes = planes.get(), g.u = u.get();
+  std::vector<float> result, u_result;
   for (int repeat = 0; repeat < 3; ++repeat) {
     const Buffer<float> out(std::vector<float>(size, 0.5f));
+    u.poison();
     g.out = out.get();
+    const Buffer<float> workspace(gradient_bytes(g) / 4);
     add_gradient(g, workspace.get(), nullptr);
-    if (repeat == 0) result = out.host();
-    ASSERT_EQ(differences(out.host(), result), 0u) << "repeat";
+    const auto now = out.host(), u_now = u.host();
+    if (repeat == 0) result = now, u_result = u_now;
+    ASSERT_TRUE(same_bits(now, result) && same_bits(u_now, u_result)) << "repeat";
   }
   for (int group = 0; group < groups; ++group)
     for (int column = 0; column < c.columns; column += 1 + column % 5)
@@ -339,26 +376,65 @@ void check_gradient(const GradientCase& c) {
         for (int r = first[group]; r < first[group + 1]; ++r) {
           if (c.adapters && adapter[r] != 1) continue;
           const double term = double{bf16_to_float(y[static_cast<size_t>(source[r]) * c.columns + column])} *
-                              t[static_cast<size_t>(r) * c.stride + j];
+                              t[static_cast<size_t>(r) * c.stride + column / part_columns * c.rank + j];
           sum += term, magnitude += std::fabs(term);
         }
         const int natural = c.gate_up ? natural_row(column, c.columns) : column;
         const size_t at =
             c.transposed ? static_cast<size_t>(j) * c.columns + natural : static_cast<size_t>(natural) * c.rank + j;
         ASSERT_NEAR(result[static_cast<size_t>(group) * c.columns * c.rank + at], sum,
-                    magnitude * (c.counts[group] + 4) * 0x1p-24)
+                    magnitude * (c.counts[group] + 16) * 0x1p-24)
             << "group " << group << " column " << column << " rank " << j;
       }
+  if (!c.u) return;
+  for (int group = 0; group < groups; ++group)
+    for (int r = first[group]; r < first[group + 1]; r += 1 + r % 3)
+      for (int part = 0; part < c.parts; ++part)
+        for (int j = 0; j < c.rank; ++j) {
+          const float found = u_result[(static_cast<size_t>(r) * c.parts + part) * c.rank + j];
+          if (c.adapters && adapter[r] != 1) {
+            ASSERT_TRUE(std::isnan(found)) << "row " << r << " of another adapter was written";
+            continue;
+          }
+          double sum = 0, magnitude = 0;
+          for (int column = 0; column < part_columns; ++column) {
+            const double term =
+                double{bf16_to_float(y[static_cast<size_t>(source[r]) * c.columns + part * part_columns + column])} *
+                2 * w[(static_cast<size_t>(group * c.parts + part) * c.rank + j) * part_columns + column];
+            sum += term, magnitude += std::fabs(term);
+          }
+          ASSERT_NEAR(found, sum, magnitude * 64 * 0x1p-24) << "row " << r << " part " << part << " rank " << j;
+        }
+  // U alone has the same bits.
+  g.out = nullptr, g.t = nullptr;
+  u.poison();
+  const Buffer<float> workspace(gradient_bytes(g) / 4);
+  add_gradient(g, workspace.get(), nullptr);
+  ASSERT_TRUE(same_bits(u.host(), u_result));
 }
 TEST(Lora, SmallGradients) {
   check_gradient({{1}, 8, 4, 4, false, false, false, false});
   check_gradient({{300}, 520, 8, 12, false, true, true, false});
   check_gradient({{0, 70, 3}, 256, 8, 8, true, false, false, true});
 }
+TEST(Lora, SmallGradientsWithU) {
+  check_gradient({{1}, 8, 4, 4, false, false, false, false, true});
+  check_gradient({{0, 70, 3}, 768, 8, 8, true, true, false, true, true});
+  check_gradient({{95}, 3 * 520, 8, 24, false, false, false, false, true, 3});
+  check_gradient({{33}, 160, 32, 32, false, false, false, false, true});
+}
 TEST(Lora, Gradients) {
   check_gradient({{5000}, 1032, 20, 32, false, false, false, false});
   check_gradient({{100, 0, 700, 65, 1}, 512, 16, 16, true, true, true, false});
   check_gradient({{3000}, 1024, 8, 8, false, false, false, true});
+}
+TEST(Lora, GradientsWithU) {
+  check_gradient({{5000}, 1032, 20, 32, false, false, false, false, true});
+  check_gradient({{100, 0, 700, 65, 1}, 1536, 16, 16, true, true, true, false, true});
+  check_gradient({{3000}, 1024, 8, 8, false, true, false, true, true});
+  check_gradient({{1500}, 4096, 12, 48, false, true, false, false, true, 4});
+  check_gradient({{16, 17, 15, 0, 250, 33}, 1032, 28, 28, false, false, false, false, true});
+  check_gradient({{7}, 8192, 8, 8, false, false, false, false, true});
 }
 
 }  // namespace

@@ -7,6 +7,8 @@
 
 #include <gtest/gtest.h>
 
+#include <memory>
+
 #include "device_data.cuh"
 #include "kernels/grouped_linear/weight_format.h"
 
@@ -173,8 +175,7 @@ TEST(SplitWeight, RowCountDoesNotMatter) {
 }
 
 // Transposed sources and the order of gate and up: the same weight, the same planes.
-TEST(SplitWeight, SmallSources) {
-  const int n = 5, k = 512;
+void check_sources(int n, int k) {
   const auto weight = random_floats(n * k, 1, 18);  // [n, k], natural
   std::vector<float> transposed(n * k), permuted(n * k);
   for (int j = 0; j < n; ++j)
@@ -191,6 +192,7 @@ TEST(SplitWeight, SmallSources) {
   EXPECT_EQ(differences(split(transposed, {true, false}), split(weight, {})), 0u);
   EXPECT_EQ(differences(split(transposed, {true, true}), split(permuted, {})), 0u);
 }
+TEST(SplitWeight, SmallSources) { check_sources(5, 512), check_sources(12, 256); }
 
 // Groups of rows with gathered sources give the bits that each row has alone with its group's weight.
 TEST(FewOutputs, SmallGroupsAndSources) {
@@ -214,19 +216,72 @@ TEST(FewOutputs, SmallGroupsAndSources) {
   for (int i = 132 * n; i < rows * n; ++i) ASSERT_TRUE(std::isnan(result[i])) << "a row of nobody was written";
 }
 
-TEST(FewOutputs, RowCountDoesNotMatter) {
-  const int most = 20000, n = 24, k = 1024;
+// Few and many rows take different kernels.
+void check_few_row_counts(int n, int k, int most) {
   const Buffer<uint16_t> x(random_rows(most, k, 12));
   const Buffer<float> weight(random_floats(n * k, 0.02f, 13));
   Buffer<uint16_t> planes(split_bytes(1, n, k) / 2);
   split_weight(weight.get(), 1, n, k, 1.0f, planes.get(), nullptr);
   const SplitWeight w{planes.get(), 1, n, k};
   const auto all = run_few(x.get(), nullptr, nullptr, most, w);
-  for (const int rows : {1, 2, 15, 16, 17, 31, 32, 33, 1000, 19999}) {
+  for (const int rows : {1, 2, 15, 16, 17, 31, 32, 33, 1000, most - 1}) {
     const int start = most - rows;
     const auto moved = run_few(x.get() + static_cast<size_t>(start) * k, nullptr, nullptr, rows, w);
-    ASSERT_TRUE(std::equal(moved.begin(), moved.end(), all.begin() + static_cast<size_t>(start) * n)) << rows;
+    ASSERT_TRUE(std::equal(moved.begin(), moved.end(), all.begin() + static_cast<size_t>(start) * n))
+        << rows << " rows, " << n << " x " << k;
   }
+  for (int start = 0; start < most; start += 3000) {
+    const int rows = std::min(3000, most - start);
+    const auto some = run_few(x.get() + static_cast<size_t>(start) * k, nullptr, nullptr, rows, w);
+    ASSERT_TRUE(std::equal(some.begin(), some.end(), all.begin() + static_cast<size_t>(start) * n))
+        << start << ", " << n << " x " << k;
+  }
+}
+TEST(FewOutputs, SmallRowCountDoesNotMatter) { check_few_row_counts(5, 96, 4099); }
+TEST(FewOutputs, RowCountDoesNotMatter) {
+  check_few_row_counts(24, 1024, 20000);
+  check_few_row_counts(8, 4096, 4300), check_few_row_counts(16, 8192, 5000), check_few_row_counts(32, 4096, 4097);
+  check_few_row_counts(8, 32, 4096), check_few_row_counts(13, 544, 4500), check_few_row_counts(4, 12288, 4100);
+}
+
+// Many rows, gathered, in groups of all sizes, each row with one of two adapters or none: the bits of few rows.
+TEST(FewOutputs, ManyRowsOfGroupsAndAdapters) {
+  const std::vector<int> counts = {300, 0, 1, 2000, 256, 7, 1600, 0};
+  const int groups = static_cast<int>(counts.size()), n = 8, k = 608, sources = 900;
+  std::vector<int> first{0};
+  for (const int c : counts) first.push_back(first.back() + c);
+  const int rows = first.back() + 50;  // the last are nobody's
+  const Buffer<uint16_t> x(random_rows(sources, k, 21));
+  std::vector<std::unique_ptr<Buffer<uint16_t>>> planes;
+  std::vector<const uint16_t*> pointers;
+  for (int a = 0; a < 2; ++a) {
+    const Buffer<float> weight(random_floats(static_cast<size_t>(groups) * n * k, 0.02f, 22 + a));
+    planes.push_back(std::make_unique<Buffer<uint16_t>>(split_bytes(groups, n, k) / 2));
+    split_weight(weight.get(), groups, n, k, 1, planes.back()->get(), nullptr);
+    check_cuda(cudaDeviceSynchronize(), "split");
+    pointers.push_back(planes.back()->get());
+  }
+  std::vector<int> source(rows), adapter(rows);
+  for (int r = 0; r < rows; ++r) source[r] = r * 37 % sources, adapter[r] = r < 600 ? 1 : r % 3 - 1;
+  const Buffer<int> first_device(first), source_device(source), adapter_device(adapter);
+  const Buffer<const uint16_t*> table(pointers);
+  const Buffer<float> mixed(static_cast<size_t>(rows) * n);
+  few_outputs(x.get(), source_device.get(), first_device.get(), rows, {nullptr, groups, n, k}, mixed.get(), nullptr,
+              {table.get(), adapter_device.get(), 2});
+  const auto result = mixed.host();
+  std::vector<float> of_source[2];
+  for (int g = 0; g < groups; ++g) {
+    if (counts[g] == 0) continue;
+    for (int a = 0; a < 2; ++a)
+      of_source[a] = run_few(x.get(), nullptr, nullptr, sources, {pointers[a] + g * split_bytes(1, n, k) / 2, 1, n, k});
+    for (int r = first[g]; r < first[g + 1]; ++r)
+      for (int j = 0; j < n; ++j)
+        if (adapter[r] < 0)
+          ASSERT_TRUE(std::isnan(result[r * n + j])) << "a row without adapter was written";
+        else
+          ASSERT_EQ(result[r * n + j], of_source[adapter[r]][source[r] * n + j]) << "row " << r;
+  }
+  for (int i = first.back() * n; i < rows * n; ++i) ASSERT_TRUE(std::isnan(result[i])) << "a row of nobody was written";
 }
 
 }  // namespace

@@ -44,22 +44,6 @@ __global__ void __launch_bounds__(kThreads)
                    mix(o.z, s[0].z, s[1].z, s[2].z, s[3].z, k), mix(o.w, s[0].w, s[1].w, s[2].w, s[3].w, k));
 }
 
-// A thread has a pair of neighbouring rows of a record, which are neighbouring hidden units too.
-__global__ void __launch_bounds__(kThreads) swiglu_kernel(const uint16_t* gate_up, int64_t items, int n,
-                                                          const float* route_weight, float limit, uint16_t* hidden) {
-  using namespace grouped_linear;
-  const int64_t i = item();
-  if (i >= items) return;
-  const int pairs = n / 4;
-  const int64_t row = i / pairs;
-  const int pair = static_cast<int>(i % pairs), record = pair / (kBlock / 2), place = pair % (kBlock / 2) * 2;
-  const uint16_t* from = gate_up + row * n + record * kRecordRows + place;
-  const uint32_t h =
-      swiglu_pair(*reinterpret_cast<const uint32_t*>(from), *reinterpret_cast<const uint32_t*>(from + kBlock), limit,
-                  route_weight ? route_weight[row] : 1.0f);
-  *reinterpret_cast<uint32_t*>(hidden + row * (n / 2) + record * kBlock + hidden_of_row(place)) = h;
-}
-
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(const uint32_t* x, const int* index, int64_t count, uint32_t* out) {
   const int64_t i = item();
@@ -98,16 +82,6 @@ void take_up(const uint16_t* out, const uint16_t* streams, const float* finished
                                                              reinterpret_cast<const uint4*>(streams), finished, items,
                                                              width / 8, reinterpret_cast<uint4*>(next));
   check_cuda(cudaGetLastError(), "take_up");
-}
-
-void swiglu(const uint16_t* gate_up, int rows, int n, const float* route_weight, float limit, uint16_t* hidden,
-            cudaStream_t stream) {
-  require(rows >= 0 && n > 0 && n % grouped_linear::kRecordRows == 0, "swiglu", "n must be a multiple of 256");
-  if (rows == 0) return;
-  const int64_t items = int64_t{rows} * (n / 4);
-  swiglu_kernel<<<blocks_for(items), kThreads, 0, stream>>>(
-      gate_up, items, n, route_weight, limit > 0 ? limit : std::numeric_limits<float>::infinity(), hidden);
-  check_cuda(cudaGetLastError(), "swiglu");
 }
 
 void gather_words(const void* x, const int* index, int count, void* out, cudaStream_t stream) {

@@ -13,11 +13,6 @@ namespace plumb::kernels::glue {
 void take_up(const uint16_t* out, const uint16_t* streams, const float* finished, int rows, int width, uint16_t* next,
              cudaStream_t stream);
 
-// The hidden rows of clamped SwiGLU as linear_swiglu computes them, before it quantises them, in the natural order of
-// hidden units: gate_up [rows, n] in record order -> hidden [rows, n/2]. route_weight [rows] or null; limit <= 0: none.
-void swiglu(const uint16_t* gate_up, int rows, int n, const float* route_weight, float limit, uint16_t* hidden,
-            cudaStream_t stream);
-
 // out[i] = x[index[i]], 32-bit words; a negative index gives 0.
 void gather_words(const void* x, const int* index, int count, void* out, cudaStream_t stream);
 

@@ -69,9 +69,10 @@ void linear_swiglu(const Weights& weights, const Activations& activations, const
                    const lora::LowRank& low_rank = {});
 
 // The epilogue of linear_swiglu as a kernel of its own, for passes that need g and u: gate_up [rows, n] as `linear`
-// writes it. Same bits.
+// writes it. Same bits. natural: the hidden rows before they are quantised, bf16 [rows, n/2] in the order of hidden
+// units, aligned to 8 bytes. Either result may be null: not wanted.
 void swiglu_quantise(const uint16_t* gate_up, int rows, int n, const float* route_weight, float limit, uint8_t* hidden,
-                     float* hidden_scales, cudaStream_t stream);
+                     float* hidden_scales, cudaStream_t stream, uint16_t* natural = nullptr);
 
 // Row r of the result is row source_row[r] of x (null: row r). For each 128 channels: scale = power of two at or above
 // max(|x|, 1e-4) / 448, value = e4m3(x / scale), nearest even, places permuted. x: device, bf16 bits [*, k];

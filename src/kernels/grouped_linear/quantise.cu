@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(32 * kWarps) quantise_kernel(const uint16_t* x
 // {0, 1} and the same + 8 (place_of_row).
 __global__ void __launch_bounds__(32 * kWarps)
     swiglu_kernel(const uint16_t* gate_up, int rows, int n, const float* route_weight, float limit, uint8_t* hidden,
-                  float* hidden_scales) {
+                  float* hidden_scales, uint16_t* natural) {
   const int row = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (row >= rows) return;
   const float weight = route_weight ? route_weight[row] : 1.0f;
@@ -61,8 +61,13 @@ __global__ void __launch_bounds__(32 * kWarps)
     for (int i = 0; i < 4; ++i)
       v[i / 2][i % 2] = *reinterpret_cast<const uint32_t*>(source + record * kRecordRows + i / 2 * kBlock + i % 2 * 8);
     h[0] = swiglu_pair(v[0][0], v[1][0], limit, weight), h[1] = swiglu_pair(v[0][1], v[1][1], limit, weight);
-    const float scale = quantise_block(h[0], h[1], hidden + static_cast<size_t>(row) * (n / 2) + record * kBlock);
-    if (lane == 0) hidden_scales[static_cast<size_t>(row) * block_stride(n / 2) + record] = scale;
+    if (hidden) {
+      const float scale = quantise_block(h[0], h[1], hidden + static_cast<size_t>(row) * (n / 2) + record * kBlock);
+      if (lane == 0) hidden_scales[static_cast<size_t>(row) * block_stride(n / 2) + record] = scale;
+    }
+    if (natural)
+      *reinterpret_cast<uint2*>(natural + static_cast<size_t>(row) * (n / 2) + record * kBlock + k_of_place(4 * lane)) =
+          make_uint2(h[0], h[1]);
   }
 }
 
@@ -83,13 +88,13 @@ void quantise_rows(const uint16_t* x, const int* source_row, int rows, int k, ui
 }
 
 void swiglu_quantise(const uint16_t* gate_up, int rows, int n, const float* route_weight, float limit, uint8_t* hidden,
-                     float* hidden_scales, cudaStream_t stream) {
+                     float* hidden_scales, cudaStream_t stream, uint16_t* natural) {
   if (rows <= 0 || n <= 0 || n % kRecordRows != 0)
     throw std::invalid_argument("swiglu_quantise: rows = " + std::to_string(rows) +
                                 " must be positive and n = " + std::to_string(n) + " a positive multiple of 256");
   swiglu_kernel<<<blocks_for(rows), 32 * kWarps, 0, stream>>>(
-      gate_up, rows, n, route_weight, limit > 0 ? limit : std::numeric_limits<float>::infinity(), hidden,
-      hidden_scales);
+      gate_up, rows, n, route_weight, limit > 0 ? limit : std::numeric_limits<float>::infinity(), hidden, hidden_scales,
+      natural);
   check_cuda(cudaGetLastError(), "swiglu_quantise");
 }
 

@@ -62,6 +62,19 @@ __device__ __forceinline__ void store_16_at(uint32_t address, uint32_t rank, uin
       : "memory");
 }
 
+// The float that lies at `address` in the shared memory of block `rank`, after a cluster_sync.
+__device__ __forceinline__ float load_float_at(uint32_t address, uint32_t rank) {
+  float v;
+  asm volatile(
+      "{ .reg .b32 there;\n"
+      "mapa.shared::cluster.u32 there, %1, %2;\n"
+      "ld.shared::cluster.f32 %0, [there]; }"
+      : "=f"(v)
+      : "r"(address), "r"(rank)
+      : "memory");
+  return v;
+}
+
 // A float to what lies at `address` in the shared memory of block `rank`, whose `barrier` receives the four bytes: no
 // fence, which an arrival there after an ordinary store would need.
 __device__ __forceinline__ void send_float(uint32_t address, uint32_t rank, float value, uint32_t barrier) {

@@ -32,6 +32,8 @@ void pack_factor(const float* from, int groups, int n, int rank, bool transposed
 
 // One gradient of one adapter: out[c, j] += sum over the rows, in order, of y[row, c] * t[row, j].
 //   dB: y = dy, t = T, out [n, rank];  dA: y = x, t = U, out [rank, k] (`transposed`)
+// With `u`, the same pass over y also makes u[row, j] = sum over c of y[row, c] * W[j, c], W in planes (split_weight):
+//   U = scale * dy B
 struct Gradient {
   const uint16_t* y;      // bf16 [*, columns]
   const int* source_row;  // the row of y that row r is, or null for r
@@ -41,14 +43,19 @@ struct Gradient {
   const int* first_row;   // device, [groups + 1], or null for one group of all rows
   int groups;
   const int* adapter;        // [rows], or null: all rows count
-  int which;                 // rows of other adapters do not count
+  int which;                 // rows of other adapters do not count, and theirs of u are not written
   bool transposed, gate_up;  // gate_up: columns of y are in record order, out's rows natural
-  float* out;                // [groups][columns][rank], or [groups][rank][columns]
+  float* out;                // [groups][columns][rank], or [groups][rank][columns]; null: u alone is wanted, t not read
+  // Columns in equal parts (wo_a's groups, which lie beside each other): part p meets numbers p * rank .. of t's rows.
+  int parts = 1;
+  const uint16_t* planes = nullptr;  // [groups or parts][3][rank rounded up to 8][columns of a part]
+  float* u = nullptr;                // FP32 [rows, parts * rank], or null: not wanted
 };
-constexpr int kMostRank = 64;
+constexpr int kMostRank = 32;
 
-// Several groups: one block walks a group's rows. One group: blocks of 256 rows leave their sums in the workspace,
-// which are then added in order. Bits depend on the group's rows and their order only.
+// Several groups: one block walks a group's rows. One group: blocks of rows leave their sums in the workspace, which
+// are then added in order; so are the sums of u over blocks of columns. How rows are cut depends on the sizes alone,
+// so results depend on the inputs alone.
 size_t gradient_bytes(const Gradient& g);
 void add_gradient(const Gradient& g, void* workspace, cudaStream_t stream);
 

@@ -1,78 +1,31 @@
 // Few outputs, FP32 weights: bound by reading x. A block takes 32 rows, each of its eight warps an eighth of K for all
-// of them; the warps' sums meet in shared memory and are added in order.
+// of them; the warps' sums meet in shared memory and are added in order. Many rows: many_rows.cuh.
 //
 // Operands go from memory to registers of mma.sync without shared memory. The order of K inside 32 is free as long as
 // both operands agree: lane (r, q) loads the 16 bytes k = 8 q .. 8 q + 7 of row r, and uses the first and second half
 // as its part of two products of 16.
-#include "kernels/grouped_linear/weight_format.h"
-#include "kernels/hopper/mma.cuh"
-#include "kernels/launch.cuh"
-#include "kernels/row_linear/row_linear.h"
-
-#include <cuda_bf16.h>
+#include "kernels/row_linear/few_outputs.cuh"
+#include "kernels/row_linear/many_rows.cuh"
 
 namespace plumb::kernels::row_linear {
 namespace {
 
-constexpr int kWarps = 8, kPlanes = 3;
+constexpr int kWarps = kParts, kRowTiles = 2;  // of sixteen rows
 
-__host__ __device__ constexpr int padded(int n) { return (n + 7) / 8 * 8; }
-
-__global__ void split_kernel(const float* weight, int n, int k, float scale, Source source, uint16_t* planes) {
-  const size_t group = blockIdx.y, plane = static_cast<size_t>(padded(n)) * k;
-  const size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x;
-  if (i >= plane) return;
-  const int j = static_cast<int>(i / k), place = static_cast<int>(i % k);
-  const int natural = source.gate_up ? grouped_linear::natural_row(place, k) : place;
-  const size_t at = source.transposed ? (group * k + natural) * n + j : (group * n + j) * k + natural;
-  float left = j < n ? __fmul_rn(weight[at], scale) : 0.0f;
-  for (int p = 0; p < kPlanes; ++p) {
-    const __nv_bfloat16 part = __float2bfloat16_rn(left);
-    planes[(group * kPlanes + p) * plane + i] = __bfloat16_as_ushort(part);
-    left = __fsub_rn(left, __bfloat162float(part));
-  }
+__global__ void __launch_bounds__(256) split_kernel(const Split p) {
+  const size_t i = blockIdx.x * size_t{256} + threadIdx.x;
+  if (i < items_of(p)) split_item(p, i);
 }
 
-struct Problem {
-  const uint16_t* x;
-  const int *source_row, *first_row;
-  int rows, groups, n, k;
-  const uint16_t* planes;
-  Adapters adapters;
-  float* out;
-};
-struct Rows {
-  int group, first, count;
-};
-
-// Group g's blocks of kBlockRows start at block first_row[g] / kBlockRows + g: the ranges of groups do not overlap, and
-// a few blocks find no rows.
-template <int kBlockRows>
-__device__ __forceinline__ Rows rows_of_block(const Problem& p, int block, int lane) {
-  if (!p.first_row) return {0, block * kBlockRows, min(kBlockRows, p.rows - block * kBlockRows)};
-  int group = 0;
-  for (int g = lane; g < p.groups; g += 32)
-    if (p.first_row[g] / kBlockRows + g <= block) group = max(group, g);
-  group = __reduce_max_sync(~0u, group);
-  const int begin = p.first_row[group], end = p.first_row[group + 1];
-  const int first = begin + (block - begin / kBlockRows - group) * kBlockRows;
-  return {group, first, min(kBlockRows, end - first)};
-}
-
-// kTiles: of eight outputs; kRowTiles: of sixteen rows. Grid: (blocks of rows, adapters).
-template <int kTiles, int kRowTiles>
+// kTiles: of eight outputs. Grid: (blocks of rows, adapters).
+template <int kTiles>
 __global__ void __launch_bounds__(32 * kWarps) few_outputs_kernel(const Problem p) {
   constexpr int kBlockRows = 16 * kRowTiles, kAhead = kTiles == 1 ? 2 : 1;  // steps whose loads are in flight together
   extern __shared__ float sums[];                                           // [kWarps][kBlockRows][kTiles * 8]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = lane / 4, q = lane % 4;
-  const Rows mine = rows_of_block<kBlockRows>(p, blockIdx.x, lane);
-  if (mine.count <= 0) return;
+  const Rows mine = rows_of_block(p, blockIdx.x, kBlockRows, lane);
   const int adapter = blockIdx.y;
-  if (p.adapters.of_row) {
-    bool used = false;
-    for (int i = lane; i < mine.count; i += 32) used |= p.adapters.of_row[mine.first + i] == adapter;
-    if (!__any_sync(~0u, used)) return;
-  }
+  if (mine.count <= 0 || !uses_adapter(p, mine, adapter, lane)) return;
 
   const uint16_t* x[2 * kRowTiles];  // rows r, r + 8, ...; those that do not exist repeat the last one
 #pragma unroll
@@ -81,8 +34,7 @@ __global__ void __launch_bounds__(32 * kWarps) few_outputs_kernel(const Problem 
     x[i] = p.x + static_cast<size_t>(p.source_row ? p.source_row[row] : row) * p.k + 8 * q;
   }
   const size_t plane = static_cast<size_t>(padded(p.n)) * p.k;
-  const uint16_t* w = (p.adapters.of_row ? p.adapters.planes[adapter] : p.planes) + mine.group * kPlanes * plane +
-                      static_cast<size_t>(r) * p.k + 8 * q;
+  const uint16_t* w = weights_of(p, mine, adapter) + static_cast<size_t>(r) * p.k + 8 * q;
   const int steps = p.k / 32, part = (steps + kWarps - 1) / kWarps, last = min((warp + 1) * part, steps);
 
   float d[kRowTiles][kTiles][4] = {};
@@ -105,13 +57,7 @@ __global__ void __launch_bounds__(32 * kWarps) few_outputs_kernel(const Problem 
 #pragma unroll
       for (int t = 0; t < kTiles; ++t)
 #pragma unroll
-        for (int i = kPlanes - 1; i >= 0; --i)
-#pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) {
-            const uint4 &upper = a[s][2 * m], &lower = a[s][2 * m + 1], &v = b[s][t][i];
-            hopper::multiply_16x8(d[m][t], upper.x, lower.x, upper.y, lower.y, v.x, v.y);
-            hopper::multiply_16x8(d[m][t], upper.z, lower.z, upper.w, lower.w, v.z, v.w);
-          }
+        for (int i = kPlanes - 1; i >= 0; --i) multiply_step(d, t, a[s], b[s][t][i]);
     }
   }
   constexpr int kWidth = kTiles * 8;
@@ -135,13 +81,12 @@ __global__ void __launch_bounds__(32 * kWarps) few_outputs_kernel(const Problem 
 
 template <int kTiles>
 void launch(const Problem& p, cudaStream_t stream) {
-  // Weights are read once for a block: larger blocks where there are enough of them. The bits are the same.
-  const bool large = p.rows >= 64 * multiprocessors();
-  const int block_rows = large ? 64 : 32;
-  const dim3 blocks((p.rows + block_rows - 1) / block_rows + (p.first_row ? p.groups : 0),
+  if (p.rows >= kManyRows) return launch_many_rows<kTiles>(p, stream);
+  constexpr int kBlockRows = 16 * kRowTiles;
+  const dim3 blocks((p.rows + kBlockRows - 1) / kBlockRows + (p.first_row ? p.groups : 0),
                     p.adapters.of_row ? p.adapters.count : 1);
-  launch_with_shared(large ? few_outputs_kernel<kTiles, 4> : few_outputs_kernel<kTiles, 2>, blocks, 32 * kWarps,
-                     kWarps * block_rows * kTiles * 8 * static_cast<int>(sizeof(float)), stream, p);
+  launch_with_shared(few_outputs_kernel<kTiles>, blocks, 32 * kWarps,
+                     kWarps * kBlockRows * kTiles * 8 * static_cast<int>(sizeof(float)), stream, p);
 }
 
 }  // namespace
@@ -150,11 +95,9 @@ size_t split_bytes(int groups, int n, int k) { return static_cast<size_t>(groups
 
 void split_weight(const float* weight, int groups, int n, int k, float scale, uint16_t* planes, cudaStream_t stream,
                   const Source& source) {
-  require(groups > 0 && n > 0 && k > 0 && (!source.gate_up || k % grouped_linear::kRecordRows == 0),
-          "row_linear: split_weight", "groups, n and k must be positive, k of gate and up a multiple of 256");
-  const size_t plane = static_cast<size_t>(padded(n)) * k;
-  split_kernel<<<dim3(static_cast<unsigned>((plane + 255) / 256), groups), 256, 0, stream>>>(weight, n, k, scale,
-                                                                                             source, planes);
+  const Split p{weight, groups, n, k, scale, source, planes};
+  check_planes(p);
+  split_kernel<<<static_cast<unsigned>((items_of(p) + 255) / 256), 256, 0, stream>>>(p);
   check_cuda(cudaGetLastError(), "row_linear: splitting a weight");
 }
 

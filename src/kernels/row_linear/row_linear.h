@@ -67,6 +67,14 @@ size_t split_bytes(int groups, int n, int k);
 struct Source {
   bool transposed = false, gate_up = false;
 };
+// A weight to be split: see split_weight. k is even, the weight aligned to 16 bytes.
+struct Split {
+  const float* weight;
+  int groups, n, k;
+  float scale;
+  Source source;
+  uint16_t* to;
+};
 // The planes of scale * weight (rounded once).
 void split_weight(const float* weight, int groups, int n, int k, float scale, uint16_t* planes, cudaStream_t stream,
                   const Source& source = {});

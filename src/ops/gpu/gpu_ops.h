@@ -37,12 +37,15 @@ Tensor finish_vectors_backward(const Tensor& d_y, const Tensor& x, const Tensor&
 PlanTensors plan_tensors(const SequencePlan& plan, const RotaryFrequencies& frequencies, int index_topk);
 
 // linear.cpp
-Tensor linear(const Tensor& x, const Linear& w, const LoraList& lora, const LinearPoints& points);
+Tensor linear(const Tensor& x, const Linear& w, const LoraList& lora, const LinearPoints& points,
+              Tensor* low_rank = nullptr);
 Tensor linear_backward(const Tensor& dy, const Tensor& x, const Linear& w, const LoraList& lora,
-                       const LinearPoints& points, const std::vector<LoraGrad>& lora_grads, const Tensor& dw);
-Tensor grouped_output(const Tensor& x, const GroupedWeight& w, const LoraList& lora, const RoundAt& at);
+                       const LinearPoints& points, const std::vector<LoraGrad>& lora_grads, const Tensor& dw,
+                       const Tensor& low_rank);
+Tensor grouped_output(const Tensor& x, const GroupedWeight& w, const LoraList& lora, const RoundAt& at,
+                      Tensor* low_rank);
 Tensor grouped_output_backward(const Tensor& dy, const Tensor& x, const GroupedWeight& w, const LoraList& lora,
-                               const std::vector<LoraGrad>& lora_grads, const Tensor& dw);
+                               const std::vector<LoraGrad>& lora_grads, const Tensor& dw, const Tensor& low_rank);
 
 // attention.cpp
 RowLists merge_keys(const RowLists& window, const RowLists& entries, int key_rows);

@@ -1,5 +1,6 @@
 #include "ops/linear.h"
 
+#include <algorithm>
 #include <string>
 
 #include "kernels/row_linear/row_linear.h"
@@ -27,6 +28,10 @@ rl::Weight grouped(const GroupedWeight& w) {
 
 bool is_packed(const Linear& w) { return w.format == WeightFormat::fp8 || w.format == WeightFormat::fp4; }
 
+bool wants_b(const std::vector<LoraGrad>& grads) {
+  return std::any_of(grads.begin(), grads.end(), [](const LoraGrad& g) { return g.b.defined(); });
+}
+
 // Product of a weight in bf16, rounded or not as the point of the result says.
 Tensor plain_product(const Tensor& x, const rl::Weight& w, const LowRankTerm& lora, const RoundAt& at) {
   const int rows = static_cast<int>(x.size(0));
@@ -44,10 +49,11 @@ Tensor plain_product(const Tensor& x, const rl::Weight& w, const LowRankTerm& lo
 
 }  // namespace
 
-Tensor linear(const Tensor& x, const Linear& w, const LoraList& lora, const LinearPoints& points) {
+Tensor linear(const Tensor& x, const Linear& w, const LoraList& lora, const LinearPoints& points, Tensor* low_rank) {
   const int64_t rows = x.size(0);
   const Groups all = one_group(rows);
   const LowRankTerm term = low_rank_forward(lora_set(lora, rows), {x, {}, all, rows});
+  if (low_rank) *low_rank = term.t;
   if (!is_packed(w)) {
     require_kind({points.numerics, points.act}, PointKind::keep, "linear");
     return plain_product(x, plain(w), term, {points.numerics, points.out});
@@ -61,21 +67,22 @@ Tensor linear(const Tensor& x, const Linear& w, const LoraList& lora, const Line
 }
 
 Tensor linear_backward(const Tensor& dy, const Tensor& x, const Linear& w, const LoraList& lora, const LinearPoints&,
-                       const std::vector<LoraGrad>& lora_grads, const Tensor& dw) {
+                       const std::vector<LoraGrad>& lora_grads, const Tensor& dw, const Tensor& low_rank) {
   if (dw.defined()) not_on_gpu("training of a base weight");
   const int64_t rows = x.size(0);
   const Groups all = one_group(rows);
   const Tensor d_out = converted(dy, DType::bf16);
   const LoraSet set = lora_set(lora, rows);
   const LoraRowsIn in{x, {}, all, rows}, out{d_out, {}, all, rows};
-  const LowRankTerm back = low_rank_backward(set, out);
+  const Tensor t = low_rank.defined() || !wants_b(lora_grads) ? low_rank : low_rank_rows(set, in);
+  const LowRankTerm back = low_rank_backward(set, out, t, lora_grads);
   Tensor dx = empty({rows, w.in}, DType::bf16);
   if (is_packed(w))
     gl::linear_backward_input(packed(w, 1), bf16(d_out), wide_work_list(all, rows, w.in).plan, bf16(dx), kStream,
                               back.low_rank);
   else
     rl::linear_backward_input_bf16(bf16(d_out), static_cast<int>(rows), plain(w), bf16(dx), kStream, back.low_rank);
-  if (!set.empty() && !lora_grads.empty()) add_lora_gradients(set, in, out, low_rank_rows(set, in), back.t, lora_grads);
+  add_gradients_of_a(set, in, back.t, lora_grads);
   return dx;
 }
 
@@ -88,81 +95,52 @@ struct DenseRows {
   int count() const { return rows * groups; }
 };
 
-// Which adapter each dense row uses. With one set of planes a group (B), group g of adapter i is number i * groups + g.
-Tensor dense_adapters(const LoraList& lora, const DenseRows& d, bool by_group) {
+// The adapters for dense rows.
+LoraSet dense_set(const LoraSet& set, const LoraList& lora, const DenseRows& d) {
+  LoraSet dense = set;
+  if (!set.of_row.defined()) return dense;
   std::vector<int> of_row(d.count(), -1);
-  const auto set = [&](int adapter, int t) {
-    for (int g = 0; g < d.groups; ++g) of_row[t * d.groups + g] = by_group ? adapter * d.groups + g : adapter;
-  };
-  for (size_t i = 0; i < lora.size(); ++i)
+  for (size_t i = 0; i < lora.size(); ++i) {
+    const auto use = [&](int t) { std::fill_n(of_row.begin() + t * d.groups, d.groups, static_cast<int>(i)); };
     if (lora[i].rows)
-      for (int t : *lora[i].rows) set(static_cast<int>(i), t);
+      for (int t : *lora[i].rows) use(t);
     else
-      for (int t = 0; t < d.rows; ++t) set(static_cast<int>(i), t);
-  return row_numbers(std::move(of_row));
-}
-
-// T [rows, groups * rank], and the factor of all outputs together.
-LowRankTerm grouped_forward(const LoraSet& set, const LoraList& lora, const Tensor& x, const DenseRows& d) {
-  if (set.empty()) return {};
-  LoraSet dense = set;
-  if (set.of_row.defined()) dense.of_row = dense_adapters(lora, d, false);
-  const Tensor t = go_down(dense, {x.view({d.count(), set.in}), {}, {}, d.count()}, planes_of_a(set, 1), set.in);
-  return term_of(set, t, d.groups * set.rank, factors_of_b(set, 1, set.out));
-}
-
-// U [rows, groups * rank], and the factor A.
-LowRankTerm grouped_backward(const LoraSet& set, const LoraList& lora, const Tensor& dy, const DenseRows& d) {
-  if (set.empty()) return {};
-  const int out = set.out / d.groups;
-  std::vector<Tensor> planes;  // of each adapter's groups
-  for (const Tensor& all : planes_of_b(set, d.groups, out))
-    for (int g = 0; g < d.groups; ++g) {
-      const int64_t bytes = all.numel() / d.groups;
-      planes.push_back(all.rows(g * bytes, (g + 1) * bytes));
-    }
-  LoraSet dense = set;
-  dense.of_row = dense_adapters(lora, d, true);
-  const Tensor u = go_down(dense, {dy.view({d.count(), out}), {}, {}, d.count()}, planes, out);
-  return term_of(set, u, d.groups * set.rank, factors_of_a(set, 1));
+      for (int t = 0; t < d.rows; ++t) use(t);
+  }
+  dense.of_row = row_numbers(std::move(of_row));
+  return dense;
 }
 
 }  // namespace
 
-Tensor grouped_output(const Tensor& x, const GroupedWeight& w, const LoraList& lora, const RoundAt& at) {
+Tensor grouped_output(const Tensor& x, const GroupedWeight& w, const LoraList& lora, const RoundAt& at,
+                      Tensor* low_rank) {
   require_kind(at, PointKind::bf16, "grouped_output");
   const rl::Weight weight = grouped(w);
   const DenseRows dense{static_cast<int>(x.size(0)), weight.groups};
-  return plain_product(x, weight, grouped_forward(lora_set(lora, x.size(0)), lora, x, dense), at);
+  const LoraSet set = lora_set(lora, dense.rows);
+  LowRankTerm term;
+  if (!set.empty())
+    term = low_rank_forward(set, dense_set(set, lora, dense), {x.view({dense.count(), set.in}), {}, {}, dense.count()},
+                            dense.groups);
+  if (low_rank) *low_rank = term.t;
+  return plain_product(x, weight, term, at);
 }
 
 Tensor grouped_output_backward(const Tensor& dy, const Tensor& x, const GroupedWeight& w, const LoraList& lora,
-                               const std::vector<LoraGrad>& lora_grads, const Tensor& dw) {
+                               const std::vector<LoraGrad>& lora_grads, const Tensor& dw, const Tensor& low_rank) {
   if (dw.defined()) not_on_gpu("training of a base weight");
   const rl::Weight weight = grouped(w);
   const DenseRows dense{static_cast<int>(x.size(0)), weight.groups};
   const LoraSet set = lora_set(lora, dense.rows);
-  const LowRankTerm back = grouped_backward(set, lora, dy, dense);
+  const LoraSet wide = dense_set(set, lora, dense);
+  const Tensor wide_x = set.empty() ? x : x.view({dense.count(), set.in});
+  const LoraRowsIn in{wide_x, {}, {}, dense.count()};
+  const Tensor t = low_rank.defined() || !wants_b(lora_grads) ? low_rank : low_rank_rows(wide, in);
+  const LowRankTerm back = low_rank_backward(set, {dy, {}, {}, dense.rows}, t, lora_grads, dense.groups);
   Tensor dx = empty(x.shape(), DType::bf16);
   rl::linear_backward_input_bf16(bf16(dy), dense.rows, weight, bf16(dx), kStream, back.low_rank);
-  if (set.empty() || lora_grads.empty()) return dx;
-  const LowRankTerm forward = grouped_forward(set, lora, x, dense);
-  const int rank = set.rank, stride = dense.groups * rank, out = set.out / dense.groups;
-  std::vector<int> numbers;
-  for (int g = 0; g < dense.groups; ++g)
-    for (int t = 0; t < dense.rows; ++t) numbers.push_back(t * dense.groups + g);
-  const Tensor by_group = upload(numbers);
-  for (size_t i = 0; i < lora_grads.size(); ++i)
-    for (int g = 0; g < dense.groups; ++g) {
-      const int which = static_cast<int>(i), *rows_of_group = i32(by_group) + g * dense.rows;
-      if (lora_grads[i].b.defined())
-        add_gradient({bf16(dy), rows_of_group, f32(forward.t) + g * rank, stride, rank, dense.rows, out, nullptr, 1,
-                      i32(set.of_row), which, false, false,
-                      f32(lora_grads[i].b) + static_cast<int64_t>(g) * out * rank});
-      if (lora_grads[i].a.defined())
-        add_gradient({bf16(x), rows_of_group, f32(back.t) + g * rank, stride, rank, dense.rows, set.in, nullptr, 1,
-                      i32(set.of_row), which, true, false, f32(lora_grads[i].a)});
-    }
+  add_gradients_of_a(wide, in, back.t, lora_grads);
   return dx;
 }
 

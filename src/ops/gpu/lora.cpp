@@ -1,11 +1,13 @@
 #include "ops/gpu/lora.h"
 
+#include <algorithm>
 #include <deque>
 #include <mutex>
 #include <string>
 #include <utility>
 
 #include "kernels/glue/glue.h"
+#include "kernels/lora/prepare.h"
 #include "kernels/row_linear/row_linear.h"
 #include "ops/gpu/recording.h"
 
@@ -26,46 +28,111 @@ Tensor address_table(const std::vector<Tensor>& tensors) {
   return table;
 }
 
-// Calls make() for a kept tensor that is not there yet, or for one that is not kept (null).
-template <class F>
-Tensor kept(Tensor* place, F&& make) {
-  if (!place) return make();
+// What a product reads of a set's pairs: of item i the planes of one matrix and the factor of the other.
+struct Forms {
+  std::vector<Tensor> planes, factors;
+  Tensor planes_table, factor_table;  // addresses; of planes only where rows name their adapters
+};
+
+// Forward: A's planes and B's factor, which a pair that does not change keeps; backward: B's planes and A's factor.
+// parts: of B's outputs, each with planes of its own.
+struct Wanted {
+  bool forward;
+  int groups, parts = 1;
+  bool factors = true;
+};
+
+// Both of one item in one launch, which also writes their addresses (device words, or null).
+void make_forms(const LoraSet& set, const LoraSet::Item& item, const Wanted& w, Tensor& planes, Tensor& factor,
+                const lo::Addresses& addresses) {
+  const Tensor &down = w.forward ? item.a : item.b, &up = w.forward ? item.b : item.a;
+  // U = dy B contracts over B's outputs: B [out, r] is the transposed weight of that product.
+  rl::Split p{f32(down), w.groups * w.parts, set.rank, w.forward ? set.in : set.out / w.parts, item.scale, {}, nullptr};
+  p.source = {!w.forward, !w.forward && set.gate_up};
+  planes = workspace(rl::split_bytes(p.groups, p.n, p.k));
+  p.to = reinterpret_cast<uint16_t*>(planes.raw());
+  lo::Factor f{f32(up), w.groups, w.forward ? set.out : set.in, set.rank, !w.forward, w.forward && set.gate_up,
+               nullptr};
+  if (w.factors) {
+    factor = workspace(lo::factor_bytes(f.groups, f.n, f.rank));
+    f.packed = reinterpret_cast<uint32_t*>(factor.raw());
+  }
+  lo::prepare(f, p, addresses, kStream);
+}
+
+lo::Addresses addresses_at(const Tensor& factors, const Tensor& planes, size_t i) {
+  return {reinterpret_cast<const uint32_t**>(factors.raw()) + i,
+          planes.defined() ? reinterpret_cast<const uint16_t**>(planes.raw()) + i : nullptr};
+}
+
+Forms forms_of(const LoraSet& set, const Wanted& wanted) {
   static std::mutex mutex;
-  std::lock_guard lock(mutex);
-  if (!place->defined()) {
-    require_not_recording("what is kept of an adapter");
-    *place = make();
+  const size_t count = set.items.size();
+  Forms forms{std::vector<Tensor>(count), std::vector<Tensor>(count), workspace(count * 8), workspace(count * 8)};
+  bool some_kept = false;
+  for (size_t i = 0; i < count; ++i) {
+    PreparedPair* kept = wanted.forward ? set.items[i].prepared.get() : nullptr;
+    if (!kept) {
+      make_forms(set, set.items[i], wanted, forms.planes[i], forms.factors[i],
+                 addresses_at(forms.factor_table, forms.planes_table, i));
+      continue;
+    }
+    std::lock_guard lock(mutex);
+    if (!kept->planes.defined()) {
+      require_not_recording("what is kept of an adapter");
+      kept->factor_address = workspace(8);
+      make_forms(set, set.items[i], {true, wanted.groups}, kept->planes, kept->factor,
+                 addresses_at(kept->factor_address, {}, 0));
+    }
+    forms.planes[i] = kept->planes, forms.factors[i] = kept->factor;
+    if (count == 1) forms.factor_table = kept->factor_address;
+    some_kept = true;
   }
-  return *place;
+  if (some_kept && set.of_row.defined()) forms.planes_table = address_table(forms.planes);
+  if (some_kept && count > 1) forms.factor_table = address_table(forms.factors);
+  return forms;
 }
 
-std::vector<Tensor> planes_of(const LoraSet& set, bool of_b, int groups, int width) {
-  std::vector<Tensor> planes;
-  for (const LoraSet::Item& item : set.items) {
-    const auto make = [&] {
-      Tensor p = workspace(rl::split_bytes(groups, set.rank, width));
-      // U = dy B contracts over B's outputs: B [out, r] is the transposed weight of that product.
-      rl::split_weight(f32(of_b ? item.b : item.a), groups, set.rank, width, item.scale,
-                       reinterpret_cast<uint16_t*>(p.raw()), kStream, {of_b, of_b && set.gate_up});
-      return p;
-    };
-    planes.push_back(kept(item.prepared && !of_b ? &item.prepared->planes : nullptr, make));
-  }
-  return planes;
+// x A^T.
+Tensor go_down(const LoraSet& set, const LoraRowsIn& x, const Forms& forms) {
+  Tensor t = empty({x.rows, set.rank}, DType::f32);
+  const rl::SplitWeight weight{reinterpret_cast<const uint16_t*>(forms.planes[0].raw()), x.groups.count, set.rank,
+                               set.in};
+  rl::Adapters adapters;
+  if (set.of_row.defined())
+    adapters = {reinterpret_cast<const uint16_t* const*>(forms.planes_table.raw()), i32(set.of_row),
+                static_cast<int>(forms.planes.size())};
+  rl::few_outputs(bf16(x.x), i32(x.source_row), x.groups.count > 1 ? i32(x.groups.first_row) : nullptr,
+                  static_cast<int>(x.rows), weight, f32(t), kStream, adapters);
+  return t;
 }
 
-std::vector<Tensor> factors_of(const LoraSet& set, bool of_a, int groups, int outputs) {
-  std::vector<Tensor> factors;
-  for (const LoraSet::Item& item : set.items) {
-    const auto make = [&] {
-      Tensor f = workspace(lo::factor_bytes(groups, outputs, set.rank));
-      lo::pack_factor(f32(of_a ? item.a : item.b), groups, outputs, set.rank, of_a, !of_a && set.gate_up,
-                      reinterpret_cast<uint32_t*>(f.raw()), kStream);
-      return f;
-    };
-    factors.push_back(kept(item.prepared && !of_a ? &item.prepared->factor : nullptr, make));
-  }
-  return factors;
+LowRankTerm term_of(const LoraSet& set, Tensor t, int t_stride, Forms forms) {
+  LowRankTerm term;
+  term.t = std::move(t);
+  term.factors = std::move(forms.factors);
+  term.factor_table = std::move(forms.factor_table);
+  term.of_row = set.of_row;
+  term.low_rank = {set.rank, f32(term.t), t_stride, reinterpret_cast<const uint32_t* const*>(term.factor_table.raw()),
+                   i32(term.of_row)};
+  return term;
+}
+
+// What the gradients of item `which` have in common.
+lo::Gradient gradient_of(const LoraSet& set, const LoraRowsIn& y, const Tensor& t, int t_stride, int which) {
+  lo::Gradient g{};
+  g.y = bf16(y.x), g.source_row = i32(y.source_row), g.rows = static_cast<int>(y.rows);
+  g.first_row = y.groups.count > 1 ? i32(y.groups.first_row) : nullptr, g.groups = y.groups.count;
+  g.t = f32(t), g.t_stride = t_stride, g.rank = set.rank;
+  g.adapter = i32(set.of_row), g.which = which;
+  g.parts = 1;
+  return g;
+}
+
+void add_gradient(const lo::Gradient& g) {
+  if (g.rows == 0) return;
+  const Tensor memory = workspace(lo::gradient_bytes(g));
+  lo::add_gradient(g, memory.raw(), kStream);
 }
 
 }  // namespace
@@ -110,77 +177,41 @@ Tensor row_numbers(std::vector<int> values) {
   return there;
 }
 
-std::vector<Tensor> planes_of_a(const LoraSet& set, int groups) { return planes_of(set, false, groups, set.in); }
-std::vector<Tensor> planes_of_b(const LoraSet& set, int groups, int out) { return planes_of(set, true, groups, out); }
-std::vector<Tensor> factors_of_b(const LoraSet& set, int groups, int out) {
-  return factors_of(set, false, groups, out);
-}
-std::vector<Tensor> factors_of_a(const LoraSet& set, int groups) { return factors_of(set, true, groups, set.in); }
+LowRankTerm low_rank_forward(const LoraSet& set, const LoraRowsIn& x) { return low_rank_forward(set, set, x, 1); }
 
-Tensor go_down(const LoraSet& set, const LoraRowsIn& x, const std::vector<Tensor>& planes, int width) {
-  Tensor t = empty({x.rows, set.rank}, DType::f32);
-  const rl::SplitWeight weight{reinterpret_cast<const uint16_t*>(planes[0].raw()), x.groups.count, set.rank, width};
-  rl::Adapters adapters;
-  Tensor table;
-  if (set.of_row.defined()) {
-    table = address_table(planes);
-    adapters = {reinterpret_cast<const uint16_t* const*>(table.raw()), i32(set.of_row),
-                static_cast<int>(planes.size())};
-  }
-  rl::few_outputs(bf16(x.x), i32(x.source_row), x.groups.count > 1 ? i32(x.groups.first_row) : nullptr,
-                  static_cast<int>(x.rows), weight, f32(t), kStream, adapters);
-  return t;
-}
-
-LowRankTerm term_of(const LoraSet& set, Tensor t, int t_stride, std::vector<Tensor> factors) {
-  LowRankTerm term;
-  term.t = std::move(t);
-  term.factors = std::move(factors);
-  const bool alone =
-      set.items.size() == 1 && set.items[0].prepared && set.items[0].prepared->factor.raw() == term.factors[0].raw();
-  term.factor_table =
-      kept(alone ? &set.items[0].prepared->factor_address : nullptr, [&] { return address_table(term.factors); });
-  term.of_row = set.of_row;
-  term.low_rank = {set.rank, f32(term.t), t_stride, reinterpret_cast<const uint32_t* const*>(term.factor_table.raw()),
-                   i32(term.of_row)};
-  return term;
-}
-
-LowRankTerm low_rank_forward(const LoraSet& set, const LoraRowsIn& x) {
+LowRankTerm low_rank_forward(const LoraSet& set, const LoraSet& of_parts, const LoraRowsIn& x, int parts) {
   if (set.empty()) return {};
-  return term_of(set, low_rank_rows(set, x), set.rank, factors_of_b(set, x.groups.count, set.out));
+  Forms forms = forms_of(of_parts, {true, x.groups.count});
+  Tensor t = go_down(of_parts, x, forms);
+  return term_of(set, std::move(t), parts * set.rank, std::move(forms));
 }
 
 Tensor low_rank_rows(const LoraSet& set, const LoraRowsIn& x) {
-  return go_down(set, x, planes_of_a(set, x.groups.count), set.in);
+  return go_down(set, x, forms_of(set, {true, x.groups.count, 1, false}));
 }
 
-LowRankTerm low_rank_backward(const LoraSet& set, const LoraRowsIn& dy) {
+LowRankTerm low_rank_backward(const LoraSet& set, const LoraRowsIn& dy, const Tensor& t,
+                              const std::vector<LoraGrad>& grads, int parts) {
   if (set.empty()) return {};
-  const int groups = dy.groups.count;
-  return term_of(set, go_down(set, dy, planes_of_b(set, groups, set.out), set.out), set.rank,
-                 factors_of_a(set, groups));
+  const int groups = dy.groups.count, stride = parts * set.rank;
+  Tensor u = empty({dy.rows, stride}, DType::f32);
+  Forms forms = forms_of(set, {false, groups, parts});
+  for (size_t i = 0; i < set.items.size(); ++i) {
+    lo::Gradient g = gradient_of(set, dy, t, stride, static_cast<int>(i));
+    g.columns = set.out, g.gate_up = set.gate_up, g.parts = parts;
+    g.out = t.defined() && !grads.empty() ? f32(grads[i].b) : nullptr;
+    g.planes = reinterpret_cast<const uint16_t*>(forms.planes[i].raw()), g.u = f32(u);
+    add_gradient(g);
+  }
+  return term_of(set, std::move(u), stride, std::move(forms));
 }
 
-void add_gradient(const lo::Gradient& g) {
-  if (g.rows == 0) return;
-  const Tensor memory = workspace(lo::gradient_bytes(g));
-  lo::add_gradient(g, memory.raw(), kStream);
-}
-
-void add_lora_gradients(const LoraSet& set, const LoraRowsIn& x, const LoraRowsIn& dy, const Tensor& t, const Tensor& u,
-                        const std::vector<LoraGrad>& grads) {
-  if (set.empty() || grads.empty()) return;
-  const int rows = static_cast<int>(x.rows), groups = x.groups.count;
-  const int* first_row = groups > 1 ? i32(x.groups.first_row) : nullptr;
-  for (size_t i = 0; i < grads.size(); ++i) {
-    const int which = static_cast<int>(i);
-    if (grads[i].b.defined())
-      add_gradient({bf16(dy.x), i32(dy.source_row), f32(t), set.rank, set.rank, rows, set.out, first_row, groups,
-                    i32(set.of_row), which, false, set.gate_up, f32(grads[i].b)});
-    if (grads[i].a.defined())
-      add_gradient({bf16(x.x), i32(x.source_row), f32(u), set.rank, set.rank, rows, set.in, first_row, groups,
-                    i32(set.of_row), which, true, false, f32(grads[i].a)});
+void add_gradients_of_a(const LoraSet& set, const LoraRowsIn& x, const Tensor& u, const std::vector<LoraGrad>& grads) {
+  for (size_t i = 0; i < std::min(grads.size(), set.items.size()); ++i) {
+    if (!grads[i].a.defined()) continue;
+    lo::Gradient g = gradient_of(set, x, u, set.rank, static_cast<int>(i));
+    g.columns = set.in, g.transposed = true, g.out = f32(grads[i].a);
+    add_gradient(g);
   }
 }
 

@@ -50,23 +50,17 @@ struct LowRankTerm {
 
 // T = scale * x A^T and the factor B, for y += T B^T.
 LowRankTerm low_rank_forward(const LoraSet& set, const LoraRowsIn& x);
-// U = scale * dy B and the factor A, for dx += U A.
-LowRankTerm low_rank_backward(const LoraSet& set, const LoraRowsIn& dy);
+// The same where a row of the product is `parts` rows of x, which meet one A and lie beside each other in T (wo_a's
+// groups). of_parts: the set for the rows of x.
+LowRankTerm low_rank_forward(const LoraSet& set, const LoraSet& of_parts, const LoraRowsIn& x, int parts);
 // T alone.
 Tensor low_rank_rows(const LoraSet& set, const LoraRowsIn& x);
-// grads[i] += the gradients of item i's pair, from T and U. Tensors of grads: stacked as the pairs are; undefined: not
-// wanted.
-void add_lora_gradients(const LoraSet& set, const LoraRowsIn& x, const LoraRowsIn& dy, const Tensor& t, const Tensor& u,
-                        const std::vector<LoraGrad>& grads);
-
-// ---- The pieces, for wo_a, whose groups lie beside each other in a row.
-// x A^T with A's planes of each item in `planes`; out [rows, rank].
-Tensor go_down(const LoraSet& set, const LoraRowsIn& x, const std::vector<Tensor>& planes, int width);
-std::vector<Tensor> planes_of_a(const LoraSet& set, int groups);
-std::vector<Tensor> planes_of_b(const LoraSet& set, int groups, int out);
-LowRankTerm term_of(const LoraSet& set, Tensor t, int t_stride, std::vector<Tensor> factors);
-std::vector<Tensor> factors_of_b(const LoraSet& set, int groups, int out);
-std::vector<Tensor> factors_of_a(const LoraSet& set, int groups);
-void add_gradient(const kernels::lora::Gradient& g);
+// U = scale * dy B and the factor A, for dx += U A; on the same way over dy, grads[i].b += the gradient of item i's B,
+// from T. Tensors of grads: stacked as the pairs are; undefined: not wanted, and if none is, T may be undefined. parts:
+// of the columns of dy, which meet as many parts of T's rows and of B's outputs (wo_a's groups).
+LowRankTerm low_rank_backward(const LoraSet& set, const LoraRowsIn& dy, const Tensor& t,
+                              const std::vector<LoraGrad>& grads, int parts = 1);
+// grads[i].a += the gradient of item i's A, from U.
+void add_gradients_of_a(const LoraSet& set, const LoraRowsIn& x, const Tensor& u, const std::vector<LoraGrad>& grads);
 
 }  // namespace plumb::ops::gpu

@@ -154,26 +154,18 @@ Side shared_side(const Tensor& x, const MixtureWeights& w, const MixtureLora& lo
       x, {}, {}, one_group(rows), rows, w.shared, shared_gate_up(lora.shared, rows), lora_set(lora.shared.down, rows)};
 }
 
-// Hidden rows before they are quantised, in the natural order: what the adapters of w2 read.
-Tensor hidden_rows(const Side& s, const Tensor& gate_up, float limit) {
-  Tensor hidden = empty({s.rows, s.outputs() / 2}, DType::bf16);
-  kernels::glue::swiglu(bf16(gate_up), static_cast<int>(s.rows), s.outputs(), f32(s.route_weight), limit, bf16(hidden),
-                        kStream);
-  return hidden;
-}
-
-// Up to SwiGLU: what the backward pass needs. second: the adapters' term for w2, if there are any.
-ExpertRows first_half(const Side& s, float limit, LowRankTerm& second) {
+// Up to SwiGLU: what the backward pass needs but t_down. h: the hidden rows in FP8, or null: not wanted.
+ExpertRows first_half(const Side& s, float limit, const Quantised* h) {
   const Quantised in = quantise(s.x, s.source_row);
   const LowRankTerm first = low_rank_forward(s.gate_up, s.input());
-  const int rows = static_cast<int>(s.rows);
-  ExpertRows e{empty({rows, s.outputs()}, DType::bf16), {}, first.t, {}};
-  gl::linear(packed(s.w.w1, s.groups.count), in.activations(), work_list(s.groups, rows, s.outputs()).plan,
-             bf16(e.gate_up), kStream, first.low_rank);
-  if (s.down.empty()) return e;
-  e.hidden = hidden_rows(s, e.gate_up, limit);
-  second = low_rank_forward(s.down, {e.hidden, {}, s.groups, s.rows});
-  e.t_down = second.t;
+  const int rows = static_cast<int>(s.rows), n = s.outputs();
+  ExpertRows e{empty({rows, n}, DType::bf16), {}, first.t, {}};
+  gl::linear(packed(s.w.w1, s.groups.count), in.activations(), work_list(s.groups, rows, n).plan, bf16(e.gate_up),
+             kStream, first.low_rank);
+  if (!s.down.empty()) e.hidden = empty({rows, n / 2}, DType::bf16);
+  if (h || !s.down.empty())
+    gl::swiglu_quantise(bf16(e.gate_up), rows, n, f32(s.route_weight), limit, h ? bytes(h->values) : nullptr,
+                        h ? f32(h->scales) : nullptr, kStream, bf16(e.hidden));
   return e;
 }
 
@@ -183,9 +175,9 @@ Tensor side_forward(const Side& s, float limit, ExpertRows* saved) {
   const Quantised h = empty_quantised(rows, hidden);
   LowRankTerm second;
   if (saved || !s.down.empty()) {
-    const ExpertRows e = first_half(s, limit, second);
-    gl::swiglu_quantise(bf16(e.gate_up), rows, s.outputs(), f32(s.route_weight), limit, bytes(h.values), f32(h.scales),
-                        kStream);
+    ExpertRows e = first_half(s, limit, &h);
+    second = low_rank_forward(s.down, {e.hidden, {}, s.groups, s.rows});
+    e.t_down = second.t;
     if (saved) *saved = e;
   } else {
     const Quantised in = quantise(s.x, s.source_row);
@@ -208,24 +200,26 @@ struct SideGrads {
 // gradient of the route weights, or undefined.
 Tensor side_backward(const Side& s, const Tensor& dy, ExpertRows saved, float limit, const SideGrads& grads,
                      const Tensor& d_route) {
-  LowRankTerm unused;
-  if (!saved.gate_up.defined()) saved = first_half(s, limit, unused);
+  if (!saved.gate_up.defined()) {
+    saved = first_half(s, limit, nullptr);
+    if (!s.down.empty()) saved.t_down = low_rank_rows(s.down, {saved.hidden, {}, s.groups, s.rows});
+  }
   const int rows = static_cast<int>(s.rows), n = s.outputs();
   const LoraRowsIn out{dy, {}, s.groups, s.rows};
-  const LowRankTerm back2 = low_rank_backward(s.down, out);
+  const LowRankTerm back2 = low_rank_backward(s.down, out, saved.t_down, grads.down);
   const Tensor d_hidden = empty({rows, n / 2}, DType::bf16);
   gl::linear_backward_input(packed(s.w.w2, s.groups.count), bf16(dy), wide_work_list(s.groups, rows, n / 2).plan,
                             bf16(d_hidden), kStream, back2.low_rank);
-  add_lora_gradients(s.down, {saved.hidden, {}, s.groups, s.rows}, out, saved.t_down, back2.t, grads.down);
+  add_gradients_of_a(s.down, {saved.hidden, {}, s.groups, s.rows}, back2.t, grads.down);
   const Tensor d_both = empty({rows, n}, DType::bf16);
   gl::swiglu_backward(bf16(d_hidden), bf16(saved.gate_up), rows, n, f32(s.route_weight), limit, bf16(d_both),
                       f32(d_route), kStream);
   const LoraRowsIn both{d_both, {}, s.groups, s.rows};
-  const LowRankTerm back1 = low_rank_backward(s.gate_up, both);
+  const LowRankTerm back1 = low_rank_backward(s.gate_up, both, saved.t_gate_up, grads.gate_up);
   Tensor dx = empty({rows, s.w.w1.in}, DType::bf16);
   gl::linear_backward_input(packed(s.w.w1, s.groups.count), bf16(d_both),
                             wide_work_list(s.groups, rows, s.w.w1.in).plan, bf16(dx), kStream, back1.low_rank);
-  add_lora_gradients(s.gate_up, s.input(), both, saved.t_gate_up, back1.t, grads.gate_up);
+  add_gradients_of_a(s.gate_up, s.input(), back1.t, grads.gate_up);
   return dx;
 }
 
