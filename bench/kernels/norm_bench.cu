@@ -51,7 +51,8 @@ int main(int argc, char** argv) {
        {Line{"query heads: norm, rotation", 64, 512, VectorNorm::plain, VectorStorage::plain},
         Line{"keys: norm, rotation, FP8", 1, 512, VectorNorm::weighted, VectorStorage::fp8},
         Line{"index queries: rotation, Hadamard, FP4", 64, 128, VectorNorm::none, VectorStorage::fp4},
-        Line{"index keys: norm, rotation, Hadamard, FP4", 1, 128, VectorNorm::weighted, VectorStorage::fp4}}) {
+        Line{"index keys: norm, rotation, Hadamard, FP4", 1, 128, VectorNorm::weighted, VectorStorage::fp4},
+        Line{"index queries: rotation, Hadamard, records", 64, 128, VectorNorm::none, VectorStorage::fp4_record}}) {
     Array<uint16_t> x(size_t(rows) * l.vectors * l.width, 1, 1), d(x.size(), 1, 2);
     Array<float> weight(l.width, 0.1f, 3, 1);
     Array<uint16_t> y(x.size());
@@ -61,7 +62,7 @@ int main(int argc, char** argv) {
                             l.width, l.norm, l.storage, 1e-6f},
                            nullptr));
     });
-    report.bytes(l.what, 4.0 * x.size(), ms);
+    report.bytes(l.what, (l.storage == VectorStorage::fp4_record ? 3.125 : 4.0) * x.size(), ms);
     ms = median_ms(11, [&] {
       check(finish_vectors_backward({x.get(), d.get(), weighted ? weight.get() : nullptr, table.get(), y.get(), nullptr,
                                      nullptr, rows, l.vectors, l.width, l.norm, l.storage, 1e-6f},

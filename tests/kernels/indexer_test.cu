@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "device_data.cuh"
+#include "index_records.h"
 
 namespace plumb::kernels {
 namespace {
@@ -37,21 +38,37 @@ Visible causal(const std::vector<int>& lengths, int ratio = 4) {
 struct Problem {
   Visible visible;
   int entries, topk;
-  std::vector<uint16_t> q, keys;
-  std::vector<float> w;
-  Problem(const Visible& visible, int entries, int topk, bool coarse = false)
-      : visible(visible), entries(entries), topk(topk) {
-    q = random_bf16(static_cast<size_t>(visible.rows()) * kIndexHeads * kIndexDim, 1, 1);
-    keys = random_bf16(static_cast<size_t>(entries) * kIndexDim, 1, 2);
+  IndexForm form;
+  std::vector<float> q, keys, w;
+  // bf16: normally distributed. Records: FP4, whose exponents are up to `spread` apart.
+  Problem(const Visible& visible, int entries, int topk, IndexForm form, int spread = 1)
+      : visible(visible), entries(entries), topk(topk), form(form) {
+    const auto vectors = [&](size_t count, int seed) {
+      return form == IndexForm::record ? random_fp4(count * kIndexDim, spread, seed)
+                                       : from_bf16(random_bf16(count * kIndexDim, 1, seed));
+    };
+    q = vectors(static_cast<size_t>(visible.rows()) * kIndexHeads, 1), keys = vectors(entries, 2);
     w = random_floats(static_cast<size_t>(visible.rows()) * kIndexHeads, 0.01f, 3);
-    if (!coarse) return;  // few different scores: ties everywhere
-    for (size_t i = 0; i < keys.size(); ++i) keys[i] = float_to_bf16(static_cast<float>(i / kIndexDim % 5 == i % 5));
+  }
+  // Few different scores: ties everywhere.
+  void make_coarse() {
+    for (size_t i = 0; i < keys.size(); ++i) keys[i] = static_cast<float>(i / kIndexDim % 5 == i % 5);
+  }
+  // As the kernel reads vectors.
+  std::vector<uint8_t> packed(const std::vector<float>& values) const {
+    if (form == IndexForm::record) return records_of(values);
+    std::vector<uint8_t> bytes(2 * values.size());
+    for (size_t i = 0; i < values.size(); ++i) {
+      const uint16_t bits = float_to_bf16(values[i]);
+      std::memcpy(&bytes[2 * i], &bits, 2);
+    }
+    return bytes;
   }
 };
 
 struct Selection {
   std::vector<int> begin{0};  // of each row in `out`
-  Buffer<uint16_t> q, keys;
+  Buffer<uint8_t> q, keys;
   Buffer<float> w;
   IndexGroups groups;
   Buffer<int> tile_begin, tile_first, visible_count, out_begin, out;
@@ -59,8 +76,8 @@ struct Selection {
   Buffer<uint8_t> workspace;
   IndexSelection arguments;
   explicit Selection(const Problem& p, size_t workspace_limit = 64 << 20)
-      : q(p.q),
-        keys(p.keys),
+      : q(p.packed(p.q)),
+        keys(p.packed(p.keys)),
         w(p.w),
         groups(make_index_groups(p.visible.begin, p.visible.range)),
         tile_begin(groups.tile_begin),
@@ -70,10 +87,19 @@ struct Selection {
         out(begin.back()),
         visible(groups.visible),
         workspace(index_workspace(groups, workspace_limit)) {
-    arguments = {q.get(),   w.get(),         keys.get(),
-                 p.entries, &groups,         {tile_begin.get(), tile_first.get(), visible.get(), visible_count.get()},
-                 p.topk,    out_begin.get(), out.get(),
-                 0,         workspace.get(), workspace.size()};
+    arguments = {q.get(),
+                 w.get(),
+                 keys.get(),
+                 p.entries,
+                 p.form,
+                 &groups,
+                 {tile_begin.get(), tile_first.get(), visible.get(), visible_count.get()},
+                 p.topk,
+                 out_begin.get(),
+                 out.get(),
+                 0,
+                 workspace.get(),
+                 workspace.size()};
     run();
   }
   std::vector<int> begins(const Problem& p) {
@@ -131,7 +157,7 @@ void compare(const Problem& p, int scored_rows, size_t workspace = 64 << 20) {
     }
     for (int i = 0; i < keep; ++i) ASSERT_EQ(out[s.begin[r] + i], entries[order[i]]) << "row " << r << " place " << i;
   }
-  // Scores: products of bf16 are exact; FP32 sums of 128 (tensor cores) and of 64 heads.
+  // Scores: products of two channels are exact; FP32 sums of 128 (tensor cores) and of 64 heads.
   for (int n = 0; n < scored_rows; ++n) {
     const int r = n * 37 % rows;
     const auto entries = p.visible.entries(r);
@@ -151,16 +177,28 @@ void compare(const Problem& p, int scored_rows, size_t workspace = 64 << 20) {
     }
   }
 }
+constexpr IndexForm kForms[] = {IndexForm::bf16, IndexForm::record};
+
 TEST(Indexer, DocumentsSmall) {
-  compare(Problem(causal({3, 0, 300, 90}), 100, 16), 20);
-  compare(Problem(causal({1}), 1, 16), 1);
+  for (const IndexForm form : kForms) {
+    compare(Problem(causal({3, 0, 300, 90}), 100, 16, form), 20);
+    compare(Problem(causal({1}), 1, 16, form), 1);
+  }
 }
-TEST(Indexer, TiesGoToTheEarlierEntrySmall) { compare(Problem(causal({700}), 175, 32, true), 5); }
+TEST(Indexer, TiesGoToTheEarlierEntrySmall) {
+  for (const IndexForm form : kForms) {
+    Problem p(causal({700}), 175, 32, form);
+    p.make_coarse();
+    compare(p, 5);
+  }
+}
 TEST(Indexer, Documents) {
-  compare(Problem(causal({4000, 1, 37, 2500}), 2000, 512), 30);
-  compare(Problem(causal({6000}), 1500, 1024), 30);
+  compare(Problem(causal({4000, 1, 37, 2500}), 2000, 512, IndexForm::record), 30);
+  for (const IndexForm form : kForms) compare(Problem(causal({6000}), 1500, 1024, form), 30);
 }
-TEST(Indexer, SeveralLaunchesGiveTheSame) { compare(Problem(causal({4000}), 1000, 256), 5, 1 << 20); }
+TEST(Indexer, SeveralLaunchesGiveTheSame) {
+  compare(Problem(causal({4000}), 1000, 256, IndexForm::record), 5, 1 << 20);
+}
 TEST(Indexer, TreesSmall) {  // a prefix of 400 rows, then branches that see it and their own entries
   Visible v = causal({400});
   for (int branch = 0; branch < 3; ++branch)
@@ -168,49 +206,102 @@ TEST(Indexer, TreesSmall) {  // a prefix of 400 rows, then branches that see it 
       const int own = 100 + branch * 20;
       v.row({{0, 100}, {own, own + t / 4}});
     }
-  compare(Problem(v, 160, 64), 20);
+  for (const IndexForm form : kForms) compare(Problem(v, 160, 64, form), 20);
 }
 TEST(Indexer, CachePagesSmall) {  // decoding: each row its own sequence, pages of 32 entries out of order
   Visible v;
   for (int r = 0; r < 9; ++r)
     v.row({{r * 32, r * 32 + 32}, {1000 - r * 32, 1032 - r * 32}, {2000 + r * 32, 2003 + r * 32}});
-  const Problem p(v, 2400, 40);
   EXPECT_EQ(make_index_groups(v.begin, v.range).group_rows, 1);
-  compare(p, 9);
+  for (const IndexForm form : kForms) compare(Problem(v, 2400, 40, form), 9);
 }
 TEST(Indexer, LongRows) {
   Visible v;
   for (int r = 0; r < 5; ++r) v.row({{r, 50000 + r * 3000}});
-  compare(Problem(v, 65000, 512), 2);
+  for (const IndexForm form : kForms) compare(Problem(v, 65000, 512, form), 2);
 }
 TEST(Indexer, NanRanksLastSmall) {
-  Problem p(causal({400}), 100, 20);
-  for (int c = 0; c < kIndexDim; ++c) p.keys[7 * kIndexDim + c] = float_to_bf16(NAN);
-  const Selection s(p);
-  const auto out = s.out.host();
-  for (int r = 0; r < 400; ++r)
-    if (p.visible.entries(r).size() > 30)
-      for (int i = s.begin[r]; i < s.begin[r + 1]; ++i) ASSERT_NE(out[i], 7);
+  for (const IndexForm form : kForms) {
+    Problem p(causal({400}), 100, 20, form);
+    for (int c = 0; c < kIndexDim; ++c) p.keys[7 * kIndexDim + c] = NAN;
+    const Selection s(p);
+    const auto out = s.out.host();
+    for (int r = 0; r < 400; ++r)
+      if (p.visible.entries(r).size() > 30)
+        for (int i = s.begin[r]; i < s.begin[r + 1]; ++i) ASSERT_NE(out[i], 7);
+  }
 }
-// The same row in a group of eight, in another one, and alone.
+
+// ---- Records: exponents that are a little apart make some pairs too long for FP8 sums, more make most of them, and
+// those of 24 cannot be folded.
+TEST(Indexer, RecordsOfAnyExponentsSmall) {
+  for (const int spread : {0, 2, 5, 24}) compare(Problem(causal({330, 7}), 100, 16, IndexForm::record, spread), 30);
+}
+// Products of a head and a key need at most 14 bits and those of the exponents' distances: FP32 sums have them all.
+TEST(Indexer, RecordsHaveTheBitsOfBf16) {
+  for (const int spread : {0, 1, 2, 4}) {
+    const Problem records(causal({1500, 3}), 400, 64, IndexForm::record, spread);
+    Problem bf16 = records;
+    bf16.form = IndexForm::bf16;
+    const Selection a(records), b(bf16);
+    EXPECT_TRUE(same_bits(a.out.host(), b.out.host())) << spread;
+    const Scores of_records(a), of_bf16(b);
+    for (int row = 0; row < 1503; row += 7) ASSERT_TRUE(same_bits(of_records.of(row), of_bf16.of(row))) << spread;
+  }
+}
+// Query and key are the same vector of `large` channels of 6 and some of 0.5, in any order inside of each block: their
+// product is the square of their length, odd, and as long as FP8 sums are trusted with: below 2^14 steps of a quarter.
+TEST(Indexer, NothingIsLostUpToTheLongestVectors) {
+  for (const int large : {7, 14, 28, 56, 111, 112, 113}) {
+    Visible v;
+    for (int r = 0; r < 8; ++r) v.row({{0, 64}});
+    Problem p(v, 64, 1, IndexForm::record);
+    std::mt19937 random(large);
+    std::vector<float> vector(kIndexDim);
+    for (int i = 0; i < kIndexDim; ++i)
+      vector[i % 4 * 32 + i / 4] = i < large ? 6 : i < 127 - large % 2 ? .5f : 0;  // all blocks have the same exponent
+    double length = 0;
+    for (const float x : vector) length += 4 * x * x;
+    ASSERT_EQ(static_cast<int>(length) % 2, 1);
+    for (int i = 0; i < 64; ++i) {
+      for (int b = 0; b < kIndexDim; b += 32) std::shuffle(&vector[b], &vector[b] + 32, random);
+      for (float& x : vector) x = random() % 2 ? x : -x;
+      std::copy(vector.begin(), vector.end(), &p.keys[i * kIndexDim]);
+      for (int r = 0; r < 8; ++r) std::copy(vector.begin(), vector.end(), &p.q[(r * kIndexHeads + i) * kIndexDim]);
+    }
+    EXPECT_EQ(tail_of(records_of(p.keys).data()).length, length);
+    for (int i = 0; i < 64; ++i) {  // the score is this head's product
+      for (int r = 0; r < 8; ++r)
+        for (int h = 0; h < kIndexHeads; ++h) p.w[r * kIndexHeads + h] = h == i;
+      const Selection selection(p);
+      EXPECT_EQ(Scores(selection).of(i % 8)[i], length / 4) << large << " channels of 6, vector " << i;
+    }
+  }
+}
+// The same row in a group of eight, in another one, and alone: with its neighbours' vectors it may be multiplied in
+// another way.
 TEST(Indexer, ARowsScoresDependOnThatRowAlone) {
-  const Problem p(causal({3000}), 750, 64);
-  const Selection all(p);
-  const Scores scores(all);
-  for (const int row : {2999, 1500, 801}) {
-    Visible one;
-    one.row({{0, (row + 1) / 4}});
-    Problem alone(one, 750, 64);
-    const size_t q = static_cast<size_t>(kIndexHeads) * kIndexDim;
-    alone.q.assign(p.q.begin() + row * q, p.q.begin() + (row + 1) * q);
-    alone.w.assign(p.w.begin() + row * kIndexHeads, p.w.begin() + (row + 1) * kIndexHeads);
-    const Selection s(alone);
-    EXPECT_EQ(s.groups.group_rows, 1);
-    EXPECT_TRUE(same_bits(Scores(s).of(0), scores.of(row))) << row;
+  for (const auto& [form, spread] :
+       {std::pair{IndexForm::bf16, 0}, {IndexForm::record, 1}, {IndexForm::record, 2}, {IndexForm::record, 24}}) {
+    const Problem p(causal({3000}), 750, 64, form, spread);
+    const Selection all(p);
+    const Scores scores(all);
+    for (const int row : {2999, 1500, 801}) {
+      Visible one;
+      one.row({{0, (row + 1) / 4}});
+      Problem alone = p;
+      alone.visible = one;
+      const size_t q = static_cast<size_t>(kIndexHeads) * kIndexDim;
+      alone.q.assign(p.q.begin() + row * q, p.q.begin() + (row + 1) * q);
+      alone.w.assign(p.w.begin() + row * kIndexHeads, p.w.begin() + (row + 1) * kIndexHeads);
+      const Selection s(alone);
+      EXPECT_EQ(s.groups.group_rows, 1);
+      EXPECT_TRUE(same_bits(Scores(s).of(0), scores.of(row))) << row << ", spread " << spread;
+    }
   }
 }
 TEST(Indexer, RepeatsBitwiseBesideOtherWork) {
-  Selection s(Problem(causal({3000}), 750, 256));
+  Selection s(Problem(causal({3000}), 750, 256, IndexForm::record, 2));
   const auto out = s.out.host();
   OtherWork work;
   for (int i = 0; i < 100; ++i) {

@@ -6,6 +6,7 @@
 #include <functional>
 
 #include "device_data.cuh"
+#include "index_records.h"
 #include "kernels/rotary/rotary.h"
 
 namespace plumb::kernels {
@@ -166,10 +167,14 @@ struct Kind {
   VectorStorage storage;
 };
 const Kind kKinds[] = {
-    {512, VectorNorm::plain, VectorStorage::plain},  {512, VectorNorm::weighted, VectorStorage::plain},
-    {512, VectorNorm::weighted, VectorStorage::fp8}, {128, VectorNorm::none, VectorStorage::plain},
-    {128, VectorNorm::none, VectorStorage::fp4},     {128, VectorNorm::weighted, VectorStorage::plain},
-    {128, VectorNorm::weighted, VectorStorage::fp4}};
+    {512, VectorNorm::plain, VectorStorage::plain},        {512, VectorNorm::weighted, VectorStorage::plain},
+    {512, VectorNorm::weighted, VectorStorage::fp8},       {128, VectorNorm::none, VectorStorage::plain},
+    {128, VectorNorm::none, VectorStorage::fp4},           {128, VectorNorm::weighted, VectorStorage::plain},
+    {128, VectorNorm::weighted, VectorStorage::fp4},       {128, VectorNorm::none, VectorStorage::fp4_record},
+    {128, VectorNorm::weighted, VectorStorage::fp4_record}};
+bool is_fp4(const Kind& kind) {
+  return kind.storage == VectorStorage::fp4 || kind.storage == VectorStorage::fp4_record;
+}
 
 void round_all(Vector& v) {
   for (double& x : v) x = plumb::round_bf16(static_cast<float>(x));
@@ -182,7 +187,7 @@ Vector finished(Vector v, const Kind& kind, const Vector& weight, int position, 
   }
   rotate(v, position, 1);
   if (exact) round_all(v);
-  if (kind.storage == VectorStorage::fp4) {
+  if (is_fp4(kind)) {
     hadamard(v);
     if (exact) round_all(v);
     for (size_t i = 0; exact && i < v.size(); i += 32) quantise(v, i, 32, 6 * 0x1p-126, 6, 1, 0);
@@ -200,7 +205,8 @@ struct Finish {
   FinishVectors arguments;
   Finish(const std::vector<uint16_t>& values, const std::vector<int>& positions, int vectors, const Kind& kind)
       : x(values),
-        y(values.size()),
+        y(kind.storage == VectorStorage::fp4_record ? values.size() / kIndexDim * kIndexRecordBytes / 2
+                                                    : values.size()),
         position(positions),
         frequency(frequencies()),
         weight(weights(kind.width)),
@@ -215,6 +221,12 @@ struct Finish {
                  kEps};
     check(finish_vectors(arguments, nullptr));
   }
+  // What the results mean.
+  std::vector<uint16_t> values() const {
+    const auto written = y.host();
+    if (arguments.storage != VectorStorage::fp4_record) return {written.begin(), written.begin() + x.size()};
+    return values_of_records(reinterpret_cast<const uint8_t*>(written.data()), x.size() / kIndexDim);
+  }
 };
 std::vector<int> some_positions(int rows) {
   std::vector<int> p(rows);
@@ -228,7 +240,7 @@ void compare_finish(int rows, int vectors, const Kind& kind) {
   const auto x = random_bf16(static_cast<size_t>(rows) * vectors * kind.width, 2, 1);
   const auto position = some_positions(rows);
   const Finish f(x, position, vectors, kind);
-  const auto y = f.y.host();
+  const auto y = f.values();
   std::vector<double> want;
   size_t moved_far = 0;
   for (int v = 0; v < rows * vectors; ++v) {
@@ -239,7 +251,7 @@ void compare_finish(int rows, int vectors, const Kind& kind) {
           !(std::abs(value(y[static_cast<size_t>(v) * kind.width + i]) - one[i]) <= std::abs(one[i]) * 0x1p-7 + 1e-6);
     want.insert(want.end(), one.begin(), one.end());
   }
-  EXPECT_LT(relative_error(y, want), kind.storage == VectorStorage::fp4 ? 2e-2 : 3e-3);
+  EXPECT_LT(relative_error(y, want), is_fp4(kind) ? 2e-2 : 3e-3);
   EXPECT_LT(moved_far, 4 + y.size() / 400);
 }
 TEST(Vectors, ForwardSmall) {
@@ -250,6 +262,72 @@ TEST(Vectors, ForwardSmall) {
 }
 TEST(Vectors, Forward) {
   for (const Kind& kind : kKinds) compare_finish(100, 16, kind);
+}
+// Index vectors: what a record's tail says of its codes, and the device's own reading of it.
+TEST(Vectors, RecordsSmall) {
+  const int rows = 60;
+  auto x = random_bf16(rows * 128, 2, 5);
+  for (int r = 0; r < rows; ++r)  // what the transform leaves in some blocks only, nothing, NaN
+    for (int i = 0; i < 128; ++i) {
+      uint16_t& to = x[r * 128 + i];
+      if (r % 6 == 1) to = float_to_bf16(1.5f + (i == 3) * 1e-6f);
+      if (r % 6 == 2) to = float_to_bf16(i % 32 == 0 ? 2.0f : i == 1 ? std::ldexp(1.0f, -r / 4) : 0);
+      if (r % 6 == 3) to = 0;
+      if (r == 4 && i == 77) to = float_to_bf16(INFINITY);
+    }
+  const Kind kind{128, VectorNorm::none, VectorStorage::fp4_record};
+  const Finish f(x, std::vector<int>(rows, 0), 1, kind);
+  const auto written = f.y.host();
+  const auto* records = reinterpret_cast<const uint8_t*>(written.data());
+  const auto values = f.values();
+  Buffer<uint16_t> read(values.size());
+  check(index_values(f.y.get(), rows, read.get(), nullptr));
+  const auto device_values = read.host();
+  int folded = 0, spread = 0;
+  for (int r = 0; r < rows; ++r) {
+    const IndexTail tail = tail_of(records + r * kIndexRecordBytes);
+    int high = 0, low = 255;
+    for (int b = 0; b < 4; ++b) {
+      const int exponent = tail.exponents >> 8 * b & 255;
+      high = std::max(high, exponent), low = std::min(low, exponent);
+    }
+    ASSERT_EQ(tail.power, std::ldexp(1.0f, high - 127));
+    ASSERT_EQ(tail.zero, 0u);
+    double square = 0;
+    for (int i = 0; i < 128; ++i) {
+      const float v = bf16_to_float(values[r * 128 + i]);
+      if (r == 4)
+        ASSERT_TRUE(std::isnan(v) && std::isnan(bf16_to_float(device_values[r * 128 + i])));
+      else
+        ASSERT_EQ(v, bf16_to_float(device_values[r * 128 + i]));
+      square += double{v} * v;
+    }
+    if (r == 4) {
+      EXPECT_FALSE(tail.length < INFINITY);
+      continue;
+    }
+    if (square == 0) {
+      EXPECT_EQ(tail.length, 0);
+      continue;
+    }
+    if (high != low) {  // not folded
+      EXPECT_GT(high - low, kFoldedSpan);
+      EXPECT_EQ(tail.length, INFINITY);
+      ++spread;
+      continue;
+    }
+    ++folded;
+    // The step: a power of two of which all channels are multiples.
+    const double step = std::sqrt(square / tail.length);
+    EXPECT_NEAR(std::log2(step), std::round(std::log2(step)), 1e-6) << r;
+    const double exact = std::exp2(std::round(std::log2(step)));
+    for (int i = 0; i < 128; ++i) {
+      const double steps = bf16_to_float(values[r * 128 + i]) / exact;
+      ASSERT_EQ(steps, std::round(steps)) << r;
+    }
+  }
+  EXPECT_GT(folded, 20);
+  EXPECT_GT(spread, 3);
 }
 TEST(Vectors, SlotsAndBits) {
   for (const Kind& kind : kKinds) {
@@ -266,11 +344,10 @@ TEST(Vectors, SlotsAndBits) {
     a.slot = slots.get(), a.y = placed.get();
     check(finish_vectors(a, nullptr));
     const auto moved_rows = placed.host();
-    for (int r = 0; r < rows; ++r)
-      ASSERT_EQ(0, std::memcmp(&y[static_cast<size_t>(r) * kind.width],
-                               &moved_rows[static_cast<size_t>(slot[r]) * kind.width], kind.width * 2));
+    const size_t width = y.size() / rows;
+    for (int r = 0; r < rows; ++r) ASSERT_EQ(0, std::memcmp(&y[r * width], &moved_rows[slot[r] * width], width * 2));
     const Finish one({x.begin() + 50 * kind.width, x.begin() + 51 * kind.width}, {position[50]}, 1, kind);
-    ASSERT_EQ(0, std::memcmp(&y[static_cast<size_t>(50) * kind.width], one.y.host().data(), kind.width * 2));
+    ASSERT_EQ(0, std::memcmp(&y[50 * width], one.y.host().data(), width * 2));
   }
 }
 TEST(Vectors, BackwardSmall) {

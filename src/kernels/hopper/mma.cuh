@@ -20,6 +20,16 @@ __device__ __forceinline__ void multiply_16x8(float (&d)[4], uint32_t a0, uint32
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// The same with K = 32 and e4m3 operands: a byte of K where the other has two, so the registers are named alike. Sums
+// are FP32, unlike those of wgmma.
+__device__ __forceinline__ void multiply_16x8_fp8(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 // Four 8 x 8 matrices of 16 bits: lane l names row l % 8 of matrix l / 8, its own words are row r, columns 2 q, + 1 of
 // each; transposed: rows 2 q, + 1, column r.
 __device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t address) {

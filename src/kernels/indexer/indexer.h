@@ -1,5 +1,5 @@
 // The lightning indexer on Hopper: for each row the best of the compressed entries it may see.
-//   score[t, s] = sum_h w[t, h] * max(0, q[t, h] . keys[s])        64 heads of 128; bf16 operands, FP32 from then on
+//   score[t, s] = sum_h w[t, h] * max(0, q[t, h] . keys[s])        64 heads of 128; FP32 from the products on
 //   selected[t] = the min(topk, visible) entries of the highest score, listed in order of position; equal scores: the
 //                 earlier entry; NaN ranks last
 // Rows are taken in groups, whose visible entries are united and cut into tiles of 64; scores of some groups at a time
@@ -17,6 +17,26 @@ namespace plumb::kernels {
 
 constexpr int kIndexHeads = 64, kIndexDim = 128;
 constexpr int kIndexTile = 64;  // entries
+
+// How index queries and keys are kept.
+//   bf16    [vectors, 128]
+//   record  [vectors, kIndexRecordBytes], for vectors of the released profile: e2m1 values times a power of two for
+//   each
+//           32 channels. 128 codes (e4m3), then an IndexTail. Scores have the bits that the same vectors get as bf16
+//           wherever products of a query head and a key fit into FP32; FP8 products compute them at twice the rate.
+enum class IndexForm { bf16, record };
+// Channel i is code[i] * 2^(byte i / 32 of exponents - 127). Where the exponents of a vector are at most kFoldedSpan
+// apart, they are folded into its codes, which hold them exactly, and all four bytes are the largest one.
+struct alignas(16) IndexTail {
+  float power;         // 2^(largest byte - 127)
+  float length;        // square of the vector's length, in units of half its smallest power; infinite if not folded
+  uint32_t exponents;  // a byte for 32 channels
+  uint32_t zero;
+};
+constexpr int kIndexRecordBytes = kIndexDim + static_cast<int>(sizeof(IndexTail));
+constexpr int kFoldedSpan = 8;  // 0.5 * 2^-8 is the smallest number of e4m3
+// A record's values as bf16, exactly: values [vectors, 128].
+cudaError_t index_values(const void* records, int64_t vectors, void* values, cudaStream_t stream);
 
 struct IndexRange {
   int first, last;  // entries [first, last)
@@ -44,10 +64,11 @@ struct IndexGroupsDevice {
 
 // Device memory, aligned to 16 bytes; "bf16" pointers are untyped.
 struct IndexSelection {
-  const void* q;     // bf16 [rows, 64, 128]
+  const void* q;     // [rows, 64] vectors
   const float* w;    // [rows, 64]
-  const void* keys;  // bf16 [entries, 128]
+  const void* keys;  // [entries] vectors
   int entries;
+  IndexForm form;             // of both
   const IndexGroups* groups;  // host
   IndexGroupsDevice device;
   int topk;              // > 0

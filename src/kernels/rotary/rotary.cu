@@ -4,6 +4,8 @@
 
 #include "kernels/hopper/vectors.cuh"
 #include "kernels/norm/partial_sums.cuh"
+#include "kernels/rotary/index_vectors.h"
+#include "kernels/rotary/rotate.cuh"
 
 namespace plumb::kernels {
 namespace rotary {
@@ -27,21 +29,6 @@ __device__ __forceinline__ float group_sum(float x) {
 #pragma unroll
   for (int step = kLanes / 2; step; step /= 2) x += __shfl_xor_sync(~0u, x, step);
   return x;
-}
-
-// Four pairs, two a float4 of the table. direction: 1 forth, -1 back.
-__device__ __forceinline__ void rotate_eight(float (&v)[8], const float2* angle, float direction) {
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const float4 a = __ldg(reinterpret_cast<const float4*>(angle + i));
-    const float cosine[2] = {a.x, a.z}, sine[2] = {a.y * direction, a.w * direction};
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const float even = v[2 * (i + k)], odd = v[2 * (i + k) + 1];
-      v[2 * (i + k)] = __fmul_rn(even, cosine[k]) - __fmul_rn(odd, sine[k]);
-      v[2 * (i + k) + 1] = __fmul_rn(even, sine[k]) + __fmul_rn(odd, cosine[k]);
-    }
-  }
 }
 
 // The last eight of a vector's kLanes lanes have its tail, in their last piece.
@@ -377,6 +364,7 @@ cudaError_t finish_vectors(const FinishVectors& p, cudaStream_t stream) {
   if (p.rows < 0 || p.vectors < 1 || (p.norm == VectorNorm::weighted) != (p.weight != nullptr))
     return cudaErrorInvalidValue;
   if (p.rows == 0) return cudaSuccess;
+  if (p.storage == VectorStorage::fp4_record) return rotary::finish_index_vectors(p, stream);
   const bool known = rotary::dispatch(
       p.width, p.norm, p.storage,
       [&]<int kWidth, VectorNorm kNorm, VectorStorage kS>() { rotary::launch_finish<kWidth, kNorm, kS>(p, stream); });
@@ -395,9 +383,10 @@ cudaError_t finish_vectors_backward(const FinishVectorsBackward& p, cudaStream_t
       (p.d_weight && p.norm != VectorNorm::weighted) || (p.norm != VectorNorm::none && p.x == nullptr))
     return cudaErrorInvalidValue;
   if (p.rows == 0) return cudaSuccess;
-  const bool known = rotary::dispatch(
-      p.width, p.norm, p.storage,
-      [&]<int kWidth, VectorNorm kNorm, VectorStorage kS>() { rotary::launch_backward<kWidth, kNorm, kS>(p, stream); });
+  const VectorStorage storage = p.storage == VectorStorage::fp4_record ? VectorStorage::fp4 : p.storage;
+  const bool known = rotary::dispatch(p.width, p.norm, storage, [&]<int kWidth, VectorNorm kNorm, VectorStorage kS>() {
+    rotary::launch_backward<kWidth, kNorm, kS>(p, stream);
+  });
   return known ? cudaGetLastError() : cudaErrorInvalidValue;
 }
 

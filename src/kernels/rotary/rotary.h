@@ -3,7 +3,8 @@
 //   norm (none, plain or weighted) -> bf16 -> rotation of the last 64 channels -> bf16 -> storage form
 // Storage forms: as it is; e4m3 with a power-of-two scale for 64 channels, all but the rotated ones (keys); Hadamard
 // transform -> bf16 -> e2m1 with a power-of-two scale for 32 channels (index vectors). Stored values are written as
-// bf16, which holds them exactly. Rotation is of interleaved pairs, without a magnitude factor. A vector's bits depend
+// bf16, which holds them exactly; index vectors also as records (kernels/indexer/indexer.h), which FP8 products take.
+// Rotation is of interleaved pairs, without a magnitude factor. A vector's bits depend
 // on itself and on its position alone.
 #pragma once
 
@@ -21,7 +22,7 @@ constexpr int kRotaryChannels = 64;
 cudaError_t rotary_table(const int* position, const float* frequency, int rows, void* table, cudaStream_t stream);
 
 enum class VectorNorm { none, plain, weighted };
-enum class VectorStorage { plain, fp8, fp4 };
+enum class VectorStorage { plain, fp8, fp4, fp4_record };
 
 // Device memory, aligned to 16 bytes; "bf16" pointers are untyped.
 struct FinishVectors {
@@ -29,11 +30,11 @@ struct FinishVectors {
   const float* weight;  // [width] with VectorNorm::weighted, else null
   const void* table;    // rotary table of the rows
   const int* slot;      // [rows] row of y for each row of x; null: the same
-  void* y;              // bf16 [*, vectors, width], written; may be x without slots
+  void* y;              // bf16 [*, vectors, width], written; may be x without slots. fp4_record: records [*, vectors]
   int rows, vectors;    // rows may be 0
   int width;            // 512, or 128 (index vectors)
   VectorNorm norm;
-  VectorStorage storage;  // fp8: width 512; fp4: width 128
+  VectorStorage storage;  // fp8: width 512; fp4 and fp4_record: width 128, norm none or weighted
   float eps;
 };
 cudaError_t finish_vectors(const FinishVectors& arguments, cudaStream_t stream);
