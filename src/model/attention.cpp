@@ -126,7 +126,10 @@ ops::RowLists compressed_keys(const PassContext& ctx, const LayerWeights& w, int
   s.ik = cache ? cache->index_keys : empty_like(k, {plan.plan->entries, k.size(2)});
   ops::copy_rows(k, {{}, plan.slot}, s.ik);
   s.selected = ops::select_entries(s.iq, s.iw, s.ik, plan.visible, ctx.config.index_topk);
-  put(ctx, "iq", layer, s.iq), put(ctx, "iw", layer, s.iw), put(ctx, "ik", layer, rows_of(k));
+  if (ctx.taps && !ctx.taps->choices_only) {
+    put(ctx, "iq", layer, ops::index_values(s.iq)), put(ctx, "iw", layer, s.iw);
+    put(ctx, "ik", layer, rows_of(ops::index_values(k)));
+  }
   if (ctx.taps) ctx.taps->values["selected." + std::to_string(layer)] = as_table(s.selected);
   return s.selected;
 }
@@ -136,17 +139,25 @@ void indexer_backward(const PassContext& ctx, const LayerWeights& w, const Atten
                       const ops::IndexerLoss& options, AuxiliaryResults& results) {
   const IndexerPart<Linear>& iw = w.attn.indexer;
   IndexerPart<Tensor>& ig = grads.attn.indexer;
-  const Tensor other_lse = ops::sparse_attention(s.q, s.keys, ctx.tensors.window, w.attn.sink, ctx.numerics).lse;
-  Tensor d_q = zeros_like(s.iq), d_w = zeros_like(s.iw), d_k = zeros_like(s.ik);
-  results.indexer += ops::indexer_loss(options, s.iq, s.iw, s.ik,
-                                       options.sparse ? s.selected : ops::visible_entries(ctx.plan.csa.visible), s.q,
-                                       s.keys.rows(ctx.plan.key_rows, s.keys.size(0)), other_lse, d_q, d_w, d_k);
-  d_q = ops::finish_vectors_backward(d_q, {}, {}, ctx.tensors.compressed_rotary, index_query_steps(ctx), {});
+  const Tensor entries = s.keys.rows(ctx.plan.key_rows, s.keys.size(0));
+  ops::RowLists valid = s.selected;
+  Tensor joint_lse = s.core.core.lse;
+  if (!options.sparse) {
+    valid = ops::visible_entries(ctx.plan.csa.visible);
+    if (s.x.on_device()) valid = {to_device(valid.begin), to_device(valid.row)};
+    joint_lse = ops::rotated_attention(s.q, s.keys, ops::merge_keys(ctx.tensors.window, valid, ctx.plan.key_rows),
+                                       w.attn.sink, rotary(ctx, w.kind), ctx.numerics)
+                    .core.lse;
+  }
+  const ops::IndexerLossGrad d = ops::indexer_loss(options, s.iq, s.iw, s.ik, valid, s.q, entries, joint_lse);
+  results.indexer += d.loss;
+  const Tensor d_q =
+      ops::finish_vectors_backward(d.d_q, {}, {}, ctx.tensors.compressed_rotary, index_query_steps(ctx), {});
   ops::linear_backward(rows_of(d_q), s.qr, iw.wq_b, {}, {ctx.numerics, Point::act_iwq_b, Point::out_iwq_b}, {},
                        ig.wq_b);
-  ops::linear_backward(ops::scaled(d_w, index_scale(ctx.config)), s.x, iw.weights_proj, {},
+  ops::linear_backward(ops::scaled(d.d_w, index_scale(ctx.config)), s.x, iw.weights_proj, {},
                        {ctx.numerics, Point::none, Point::out_iw}, {}, ig.weights_proj);
-  compress_backward(ctx, iw.compressor, ctx.tensors.csa, s.x, {}, {}, kIndex, s.index, d_k, {}, {}, ig.compressor);
+  compress_backward(ctx, iw.compressor, ctx.tensors.csa, s.x, {}, {}, kIndex, s.index, d.d_keys, {}, {}, ig.compressor);
 }
 
 }  // namespace

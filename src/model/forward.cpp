@@ -3,6 +3,7 @@
 
 #include "base/error.h"
 #include "model/device_adapters.h"
+#include "ops/indexer.h"
 #include "ops/norm.h"
 #include "ops/rows.h"
 #include "ops/sublayer.h"
@@ -141,7 +142,7 @@ KvCache make_cache(const ModelConfig& c, const CacheShape& shape, int csa_pendin
       l.pending_gate = zeros(pending, co * c.head_dim, DType::f32);
     }
     if (csa) {
-      l.index_keys = zeros(entries, c.index_head_dim, keys);
+      l.index_keys = ops::empty_index_keys(entries, c.index_head_dim, space);
       l.index_pending_kv = zeros(pending, co * c.index_head_dim, DType::f32);
       l.index_pending_gate = zeros(pending, co * c.index_head_dim, DType::f32);
     }

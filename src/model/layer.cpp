@@ -71,7 +71,7 @@ Tensor moe_backward(const PassContext& ctx, const LayerWeights& w, int layer, co
       d_f, x, s.routing, mixture_weights(ctx, w), mixture_lora(ctx, layer), ctx.numerics, mixture_grads, s.experts);
   Tensor d_score;
   if (aux.balance != 0 && !w.router.tid2eid.defined()) {  // counts of hash layers do not depend on parameters
-    d_score = Tensor::zeros(s.routing.score.shape());
+    d_score = zeros_like(s.routing.score);
     results.balance += ops::balance_loss(s.routing, ctx.plan.document, aux.balance, d_score);
   }
   ops::add(ops::route_backward(from_experts.d_weight, d_score, x, w.router, s.routing, router_options(ctx.config),

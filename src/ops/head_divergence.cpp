@@ -3,14 +3,18 @@
 #include <cmath>
 
 #include "base/parallel.h"
+#include "ops/gpu/dispatch.h"
 #include "ops/head_chunks.h"
 
 namespace plumb::ops {
 namespace {
 
 void check_pair(const HeadRows& student, const HeadRows& teacher) {
-  if (student.hidden.on_device() || teacher.hidden.on_device())
-    fail("head divergence", "has no GPU kernel", "use kernels = \"reference\"");
+  if (student.hidden.space() != teacher.hidden.space())
+    fail("head divergence",
+         std::string("the student is in memory of the ") + space_name(student.hidden.space()) +
+             ", the teacher of the " + space_name(teacher.hidden.space()),
+         "give both models the same kernels");
   check_hidden(student.hidden, student.head);
   check_hidden(teacher.hidden, teacher.head);
   if (student.hidden.size(0) != teacher.hidden.size(0))
@@ -90,6 +94,7 @@ void for_pairs(const HeadRows& student, const HeadRows& teacher, Body&& body, Af
 
 Tensor head_divergence(Divergence kind, const HeadRows& student, const HeadRows& teacher) {
   check_pair(student, teacher);
+  PLUMB_ON_GPU(student.hidden, head_divergence(kind, student, teacher));
   Tensor result = Tensor::empty({student.hidden.size(0)});
   for_pairs(
       student, teacher,
@@ -101,6 +106,7 @@ Tensor head_divergence(Divergence kind, const HeadRows& student, const HeadRows&
 Tensor head_divergence_backward(Divergence kind, const Tensor& d_divergence, const HeadRows& student,
                                 const HeadRows& teacher, const Tensor& d_head, Tensor* divergence) {
   check_pair(student, teacher);
+  PLUMB_ON_GPU(student.hidden, head_divergence_backward(kind, d_divergence, student, teacher, d_head, divergence));
   const Linear& head = student.head;
   Tensor d_hidden = Tensor::empty(student.hidden.shape());
   if (divergence) *divergence = Tensor::empty({student.hidden.size(0)});

@@ -76,10 +76,10 @@ double log_sum_exp(const double* x, int n) {
   return top + std::log(sum);
 }
 
-// What the teacher needs: the attention's queries and entries (padded), and its log-sum over everything else.
+// What the teacher needs: the attention's queries and entries (padded), and the logarithm of its denominator.
 struct Teacher {
   Tensor q, entries;
-  const float* other_lse;
+  const float* joint_lse;
   int64_t heads, width;
   double scale;
 };
@@ -100,8 +100,7 @@ void target_distribution(const Teacher& a, int64_t r, const int* entry, int n, s
   double shift = -INFINITY;
   for (int64_t h = 0; h < a.heads; ++h) {
     double* x = logits.data() + h * n;
-    const double mass = log_sum_exp(x, n), joint[] = {mass, a.other_lse[r * a.heads + h]};
-    const double denominator = log_sum_exp(joint, 2);
+    const double mass = log_sum_exp(x, n), denominator = a.joint_lse[r * a.heads + h];
     for (int i = 0; i < n; ++i) x[i] -= denominator;
     shift = std::max(shift, mass - denominator);
   }
@@ -152,6 +151,18 @@ void row_gradients(const Index& a, int64_t r, const int* entry, const std::vecto
 
 }  // namespace
 
+Tensor index_values(const Tensor& vectors) {
+  PLUMB_ON_GPU(vectors, index_values(vectors));
+  return vectors;
+}
+
+Tensor empty_index_keys(int64_t entries, int64_t width, Space space) {
+#ifdef PLUMB_HAS_CUDA
+  if (space == Space::device) return gpu::empty_index_keys(entries, width);
+#endif
+  return Tensor::zeros({entries, width}, DType::f32, space);
+}
+
 RowLists select_entries(const Tensor& q, const Tensor& w, const Tensor& keys, const Visibility& visibility, int topk) {
   PLUMB_ON_GPU(q, select_entries(q, w, keys, visibility, topk));
   const EntryRanges& visible = *visibility.ranges;
@@ -190,20 +201,22 @@ RowLists visible_entries(const EntryRanges& visible) {
   return all;
 }
 
-double indexer_loss(const IndexerLoss& options, const Tensor& q, const Tensor& w, const Tensor& keys,
-                    const RowLists& valid_lists, const Tensor& attn_q, const Tensor& attn_entries,
-                    const Tensor& other_lse, const Tensor& d_q, const Tensor& d_w, const Tensor& d_keys) {
+IndexerLossGrad indexer_loss(const IndexerLoss& options, const Tensor& q, const Tensor& w, const Tensor& keys,
+                             const RowLists& valid_lists, const Tensor& attn_q, const Tensor& attn_entries,
+                             const Tensor& joint_lse) {
+  PLUMB_ON_GPU(q, indexer_loss(options, q, w, keys, valid_lists, attn_q, attn_entries, joint_lse));
   const Index a = make_index(q, w, keys);
   PLUMB_CHECK(attn_q.dim() == 3 && attn_q.size(0) == a.rows && attn_q.size(2) == attn_entries.size(1));
-  PLUMB_CHECK(attn_entries.size(0) == keys.size(0) && other_lse.shape() == (Shape{a.rows, attn_q.size(1)}));
-  PLUMB_CHECK(d_q.shape() == q.shape() && d_w.shape() == w.shape() && d_keys.shape() == keys.shape());
+  PLUMB_CHECK(attn_entries.size(0) == keys.size(0) && joint_lse.shape() == (Shape{a.rows, attn_q.size(1)}));
+  const IndexerLossGrad grad{0, zeros_like(q), zeros_like(w), zeros_like(keys)};
   const ListView valid = checked_lists(valid_lists, a.rows, keys.size(0));
   const Tensor wide_q = padded_to_lanes(attn_q);
   const Teacher teacher{wide_q,          padded_to_lanes(attn_entries),
-                        other_lse.f32(), wide_q.size(1),
+                        joint_lse.f32(), wide_q.size(1),
                         wide_q.size(2),  1 / std::sqrt(static_cast<double>(attn_q.size(2)))};
   const bool narrow = a.width != q.size(2);
-  const Tensor dq = narrow ? Tensor::zeros(a.q.shape()) : d_q, dk = narrow ? Tensor::zeros(a.keys.shape()) : d_keys;
+  const Tensor dq = narrow ? Tensor::zeros(a.q.shape()) : grad.d_q,
+               dk = narrow ? Tensor::zeros(a.keys.shape()) : grad.d_keys;
   const float factor = static_cast<float>(options.coefficient / options.rows_total);
   std::vector<double> loss(a.rows, 0.0);
   constexpr int64_t kChunk = 256;  // rows whose weights are held at a time
@@ -224,17 +237,17 @@ double indexer_loss(const IndexerLoss& options, const Tensor& q, const Tensor& w
         loss[r] = row_loss(target, score);
         for (float& d : score) d *= factor;
         row_gradients(a, r, entry, score, products, weights.data() + (valid.begin[r] - base) * a.heads,
-                      dq.f32() + r * a.heads * a.width, d_w.f32() + r * a.heads);
+                      dq.f32() + r * a.heads * a.width, grad.d_w.f32() + r * a.heads);
       }
     });
     const KeyUses uses = transpose_lists(valid, static_cast<int>(first), static_cast<int>(last), keys.size(0));
     add_uses(uses, weights.data(), a.q.f32(), a.heads, a.width, dk.f32());
   }
   if (narrow) {
-    add_unpadded(dq, d_q);
-    add_unpadded(dk, d_keys);
+    add_unpadded(dq, grad.d_q);
+    add_unpadded(dk, grad.d_keys);
   }
-  return std::accumulate(loss.begin(), loss.end(), 0.0);
+  return {std::accumulate(loss.begin(), loss.end(), 0.0), grad.d_q, grad.d_w, grad.d_keys};
 }
 
 }  // namespace plumb::ops

@@ -128,6 +128,7 @@ Tensor route_backward(const Tensor& d_weight, const Tensor& d_score_extra, const
 }
 
 double balance_loss(const Routing& r, const std::vector<int>& document, float coefficient, const Tensor& d_score) {
+  PLUMB_ON_GPU(r.score, balance_loss(r, document, coefficient, d_score));
   const int64_t rows = r.score.size(0), experts = r.score.size(1), k = r.expert.size(1);
   if (static_cast<int64_t>(document.size()) != rows)
     fail("balance_loss", std::to_string(document.size()) + " document numbers for " + std::to_string(rows) + " rows");

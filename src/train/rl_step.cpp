@@ -174,7 +174,7 @@ RlStepResult accumulate_rl_gradients(Trainee& t, const std::vector<RlRow>& rows,
     result.logprobs.push_back(logprob);
     const Tensor d_hidden =
         weighted > 0 ? ops::head_logprobs_backward(Tensor::of(loss.d_logprob), r.hidden, head, row.target, d_head)
-                     : Tensor::zeros(r.hidden.shape());
+                     : Tensor::zeros(r.hidden.shape(), DType::f32, r.hidden.space());
     if (teacher) {
       const double share = teacher->coefficient / static_cast<double>(trained);
       Tensor divergence;
@@ -182,7 +182,7 @@ RlStepResult accumulate_rl_gradients(Trainee& t, const std::vector<RlRow>& rows,
           teacher->divergence, Tensor::full({r.hidden.size(0)}, static_cast<float>(share)), {r.hidden, head},
           {taught, teacher->weights->outer().head}, d_head, &divergence);
       result.divergence += sum_of(divergence) / static_cast<double>(trained);
-      for (int64_t i = 0; i < d_hidden.numel(); ++i) d_hidden.f32()[i] += more.f32()[i];
+      ops::add(std::vector{more}, d_hidden);
     }
     backward(*t.weights, row.plan, o, r, d_hidden, {}, t.gradients, {});
   }

@@ -19,6 +19,8 @@
 #include "model/forward.h"
 #include "ops/device.h"
 #include "ops/head.h"
+#include "ops/head_divergence.h"
+#include "ops/indexer.h"
 #include "train/step.h"
 
 namespace plumb {
@@ -134,7 +136,8 @@ void expect_same_experts(const ops::Routing& cpu, const ops::Routing& gpu, const
 // The index scores of a row from what a side fed to its selection, for `entries`.
 struct IndexInputs {
   Tensor q, w, keys;
-  explicit IndexInputs(const AttentionSaved& s) : q(to_host(s.iq)), w(to_host(s.iw)), keys(to_host(s.ik)) {}
+  explicit IndexInputs(const AttentionSaved& s)
+      : q(to_host(ops::index_values(s.iq))), w(to_host(s.iw)), keys(to_host(ops::index_values(s.ik))) {}
   std::vector<double> scores(int64_t row, const std::vector<int>& entries) const {
     const int64_t heads = q.size(1), width = q.size(2);
     const float *queries = q.f32() + row * heads * width, *weights = w.f32() + row * heads;
@@ -232,8 +235,9 @@ void expect_layer_agrees(int layer, bool with_adapter) {
   const double keys = stage("keys", g.keys, h.keys, rounded(rounded(x, kFp8), kFp8));  // x, then the keys themselves
   double swapped = 0;
   if (c.kind(layer) == LayerKind::csa) {
-    stage("iq", g.iq, h.iq, rounded(rounded(qr, kFp8), kFp4));
-    stage("ik", g.ik, h.ik, rounded(kBf16, kFp4));  // pooled, normed, rotated, transformed: each rounds to bf16
+    stage("iq", ops::index_values(g.iq), h.iq, rounded(rounded(qr, kFp8), kFp4));
+    stage("ik", ops::index_values(g.ik), h.ik,
+          rounded(kBf16, kFp4));  // pooled, normed, rotated, transformed: each rounds to bf16
     stage("iw", g.iw, h.iw, rounded(x, kBf16));
     const double common = common_entries(h.selected, g.selected);
     std::printf("layer %d selected %.4f in common\n", layer, common);
@@ -279,6 +283,72 @@ TEST(ModelGpu, LogProbabilitiesAndTheirGradientAgreeWithTheCpu) {
   EXPECT_TRUE(same_bits(logprob, gpu));
   // Gradients of logits are rounded to bf16 in between.
   EXPECT_LT(relative_error(d_gpu, ops::head_logprobs_backward(d, host, cpu_head, target, {})), 1e-2);
+}
+
+// Logits as above; divergences are sums of their differences.
+TEST(ModelGpu, DivergencesAndTheirGradientsAgreeWithTheCpu) {
+  const Case one = documents({tokens(33, 4)});
+  const AdapterBatch batch = one_adapter(flash_adapter(flash_config(), 4, 29));
+  const Tensor student = one.hidden_of(*models().gpu, &batch), teacher = one.hidden_of(*models().gpu);
+  const Tensor host_student = to_host(student), host_teacher = to_host(teacher);
+  const Linear &gpu_head = models().gpu->outer().head, &cpu_head = models().cpu->outer().head;
+  for (const ops::Divergence kind : {ops::Divergence::reverse_kl, ops::Divergence::forward_kl}) {
+    const ops::HeadRows mine{student, gpu_head}, taught{teacher, gpu_head};
+    const ops::HeadRows host_mine{host_student, cpu_head}, host_taught{host_teacher, cpu_head};
+    const Tensor gpu = ops::head_divergence(kind, mine, taught),
+                 cpu = ops::head_divergence(kind, host_mine, host_taught);
+    for (int64_t r = 0; r < cpu.numel(); ++r) EXPECT_NEAR(gpu.f32()[r], cpu.f32()[r], 2e-4);
+    const Tensor d = Tensor::full({33}, 1.0f / 33);
+    Tensor value;
+    const Tensor d_gpu = ops::head_divergence_backward(kind, d, mine, taught, {}, &value);
+    EXPECT_TRUE(same_bits(value, gpu));
+    // Gradients of logits are rounded to bf16 in between.
+    EXPECT_LT(relative_error(d_gpu, ops::head_divergence_backward(kind, d, host_mine, host_taught, {})), 1e-2);
+    EXPECT_THROW(ops::head_divergence(kind, mine, host_taught), Error);
+  }
+}
+
+// The losses of router and indexer from what the GPU's own forward pass saved: the same numbers on both sides. Operands
+// of the gradients' products are rounded to bf16.
+TEST(ModelGpu, LossesOfRouterAndIndexerAgreeWithTheCpu) {
+  const int layer = 3;  // CSA, routed by scores
+  const Case two = documents({tokens(150, 30), tokens(41, 31)});
+  const ModelConfig c = flash_config();
+  ForwardOptions keep = options();
+  keep.keep = Keep::streams;
+  const Tensor streams = forward(*models().gpu, two.plan, keep).streams[layer];
+  const LayerLease gpu_weights = models().gpu->acquire(layer), cpu_weights = models().cpu->acquire(layer);
+  LayerSaved saved;
+  layer_forward(make_context(c, two.plan, Numerics::released, Space::device), *gpu_weights, layer, streams, saved,
+                true);
+
+  const ops::Routing& r = saved.routing;
+  const ops::Routing host{to_host(r.expert), to_host(r.weight), to_host(r.score), to_host(r.logits)};
+  const Tensor d_score = zeros_like(r.score), host_d_score = zeros_like(host.score);
+  EXPECT_EQ(ops::balance_loss(r, two.plan.document, 0.3f, d_score),
+            ops::balance_loss(host, two.plan.document, 0.3f, host_d_score));
+  EXPECT_TRUE(same_bits(d_score, host_d_score));
+  const Tensor d_weight = Tensor::empty(host.weight.shape());
+  Random random(32, 1);
+  for (int64_t i = 0; i < d_weight.numel(); ++i) d_weight.f32()[i] = 1e-4f * static_cast<float>(random.normal());
+  const ops::RouterOptions router{c.num_experts_per_tok, static_cast<float>(c.routed_scaling_factor)};
+  EXPECT_LT(
+      relative_error(
+          ops::route_backward(to_device(d_weight), d_score, saved.in_ffn.x, gpu_weights->router, r, router, {}),
+          ops::route_backward(d_weight, host_d_score, to_host(saved.in_ffn.x), cpu_weights->router, host, router, {})),
+      1e-2);
+
+  const AttentionSaved& a = saved.attn;
+  const Tensor entries = a.keys.rows(two.plan.key_rows, a.keys.size(0));
+  const ops::IndexerLoss loss{0.7f, true, 191};
+  const ops::IndexerLossGrad gpu = ops::indexer_loss(loss, a.iq, a.iw, a.ik, a.selected, a.q, entries, a.core.core.lse);
+  const ops::IndexerLossGrad cpu =
+      ops::indexer_loss(loss, to_host(ops::index_values(a.iq)), to_host(a.iw), to_host(ops::index_values(a.ik)),
+                        KeyLists(a.selected), to_host(a.q), to_host(entries), to_host(a.core.core.lse));
+  EXPECT_NEAR(gpu.loss, cpu.loss, 1e-3 * cpu.loss);
+  EXPECT_LT(relative_error(gpu.d_q, cpu.d_q), 1e-2);
+  EXPECT_LT(relative_error(gpu.d_w, cpu.d_w), 1e-2);
+  EXPECT_LT(relative_error(gpu.d_keys, cpu.d_keys), 1e-2);
 }
 
 // The whole pass: the same function, so log-probabilities agree on the average as closely as roundings let them (see
@@ -346,6 +416,37 @@ TEST(ModelGpu, GradientsOfEachLayerAgreeWithTheCpu) {
         EXPECT_LT(e, kGradient) << name << matrix << " of layer " << layer;
       }
     });
+  }
+}
+
+// The same with the losses of router and indexer, over the selected entries and over all.
+TEST(ModelGpu, AuxiliaryLossesOfALayerFollowTheCpu) {
+  const int layer = 3;
+  const ModelConfig c = flash_config();
+  const Case two = documents({tokens(150, 30), tokens(41, 31)});
+  ForwardOptions keep = options();
+  keep.keep = Keep::streams;
+  const Tensor streams = forward(*models().gpu, two.plan, keep).streams[layer], host_streams = to_host(streams);
+  const LayerLease cpu_weights = models().cpu->acquire(layer), gpu_weights = models().gpu->acquire(layer);
+  for (const bool sparse : {true, false}) {
+    PassContext cpu_ctx = make_context(c, two.plan, Numerics::released);
+    PassContext gpu_ctx = make_context(c, two.plan, Numerics::released, Space::device);
+    LayerSaved saved;
+    layer_forward(cpu_ctx, *cpu_weights, layer, host_streams, saved, true);
+    gpu_ctx.replay[layer] = to_device(saved.routing.expert);
+    const Tensor d_next = Tensor::zeros(host_streams.shape());
+    LayerGrads frozen;
+    const AuxiliaryLosses aux{{1, sparse, 191}, 10};
+    AuxiliaryResults cpu, gpu;
+    const Tensor d_cpu = layer_backward(cpu_ctx, *cpu_weights, layer, host_streams, d_next, frozen, aux, cpu, saved);
+    const LayerSaved again = recompute_layer(gpu_ctx, *gpu_weights, layer, streams, {}, aux);
+    const Tensor d_gpu =
+        layer_backward(gpu_ctx, *gpu_weights, layer, streams, to_device_bf16(d_next), frozen, aux, gpu, again);
+    std::printf("indexer %.4f of %.4f, balance %.4f of %.4f\n", gpu.indexer, cpu.indexer, gpu.balance, cpu.balance);
+    // A row's loss changes with the few entries and experts that roundings exchange.
+    EXPECT_NEAR(gpu.indexer, cpu.indexer, 0.05 * cpu.indexer);
+    EXPECT_NEAR(gpu.balance, cpu.balance, 0.02 * cpu.balance);
+    EXPECT_LT(relative_error(d_gpu, d_cpu), kGradient);  // all of it from the balance loss
   }
 }
 

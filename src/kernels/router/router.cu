@@ -190,6 +190,18 @@ void check(const char* where, const Sizes& s) {
               " between 1 and " + std::to_string(kMostSlots) + " and at most the experts");
 }
 
+__global__ void __launch_bounds__(256)
+    all_logits_kernel(const float* d_logit, const float* d_score, const float* logits, const int* expert, Sizes s,
+                      float* d_logits) {
+  const int64_t i = blockIdx.x * int64_t{256} + threadIdx.x;
+  if (i >= static_cast<int64_t>(s.rows) * s.experts) return;
+  const int64_t row = i / s.experts;
+  float d = static_cast<float>(d_score[i] * slope(logits[i]));
+  for (int j = 0; j < s.slots; ++j)
+    if (expert[row * s.slots + j] == i % s.experts) d += d_logit[row * s.slots + j];
+  d_logits[i] = d;
+}
+
 }  // namespace
 
 void route(const float* logits, const Sizes& s, const Choice& choice, int* expert, float* weight, float* score,
@@ -210,6 +222,15 @@ void route_backward(const float* d_weight, const float* logits, const int* exper
   check("router: route_backward", s);
   backward_kernel<<<(s.rows + 127) / 128, 128, 0, stream>>>(d_weight, row_of_slot, logits, expert, s, scale, d_logit);
   check_cuda(cudaGetLastError(), "router: route_backward");
+}
+
+void all_logits_backward(const float* d_logit, const float* d_score, const float* logits, const int* expert,
+                         const Sizes& s, float* d_logits, cudaStream_t stream) {
+  check("router: all_logits_backward", s);
+  const int64_t count = static_cast<int64_t>(s.rows) * s.experts;
+  all_logits_kernel<<<static_cast<unsigned>((count + 255) / 256), 256, 0, stream>>>(d_logit, d_score, logits, expert, s,
+                                                                                    d_logits);
+  check_cuda(cudaGetLastError(), "router: all_logits_backward");
 }
 
 void route_backward_input(const float* d_logit, const int* expert, const Sizes& s, const uint16_t* gate, int k,

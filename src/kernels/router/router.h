@@ -39,6 +39,11 @@ void route(const float* logits, const Sizes& sizes, const Choice& choice, int* e
 void route_backward(const float* d_weight, const float* logits, const int* expert, const Sizes& sizes, float scale,
                     float* d_logit, cudaStream_t stream, const int* row_of_slot = nullptr);
 
+// d_logits [rows, experts], assigned: d_logit at the chosen experts, and the gradient that a loss of all scores adds.
+// d_score: [rows, experts]. A row names no expert twice.
+void all_logits_backward(const float* d_logit, const float* d_score, const float* logits, const int* expert,
+                         const Sizes& sizes, float* d_logits, cudaStream_t stream);
+
 // dx[row] = sum over the chosen experts, the lowest expert first, of d_logit * gate[expert]. gate: bf16 bits
 // [experts, k], k a multiple of 8; dx: FP32 [rows, k], assigned, or added to if `add`.
 void route_backward_input(const float* d_logit, const int* expert, const Sizes& sizes, const uint16_t* gate, int k,

@@ -5,6 +5,7 @@
 
 #include "kernels/compressor/compressor.h"
 #include "kernels/indexer/indexer.h"
+#include "kernels/indexer/loss.h"
 #include "kernels/rotary/rotary.h"
 #include "kernels/rows/rows.h"
 #include "kernels/sparse_attention/sparse_attention.h"
@@ -34,10 +35,27 @@ RowLists merge_keys(const RowLists& window, const RowLists& entries, int key_row
   return all;
 }
 
+Tensor empty_index_keys(int64_t entries, int64_t width) {
+  if (width != kernels::kIndexDim)
+    fail("indexer", "keys of " + std::to_string(width), "the GPU kernels take 128; use kernels = \"reference\"");
+  return zeros({entries, kernels::kIndexRecordBytes}, DType::u8);
+}
+
+Tensor index_values(const Tensor& vectors) {
+  Shape shape = vectors.shape();
+  PLUMB_CHECK(shape.back() == kernels::kIndexRecordBytes, to_string(shape));
+  shape.back() = kernels::kIndexDim;
+  Tensor values = empty(shape, DType::bf16);
+  check(kernels::index_values(bytes(vectors), vectors.numel() / kernels::kIndexRecordBytes, bf16(values), kStream),
+        "index_values");
+  return values;
+}
+
 RowLists select_entries(const Tensor& q, const Tensor& w, const Tensor& keys, const Visibility& visible, int topk) {
-  if (q.size(1) != kernels::kIndexHeads || q.size(2) != kernels::kIndexDim)
-    fail("indexer", std::to_string(q.size(1)) + " heads of " + std::to_string(q.size(2)),
+  if (q.size(1) != kernels::kIndexHeads)
+    fail("indexer", std::to_string(q.size(1)) + " heads",
          "the GPU kernels take 64 heads of 128; use kernels = \"reference\"");
+  PLUMB_CHECK(q.size(2) == kernels::kIndexRecordBytes && keys.row_size() == kernels::kIndexRecordBytes);
   PLUMB_CHECK(visible.device != nullptr, "the plan's tensors are on the host");
   const auto& d = *static_cast<const DeviceVisibility*>(visible.device.get());
   PLUMB_CHECK(d.topk == topk, "the plan's tensors are for the best " + std::to_string(d.topk));
@@ -48,7 +66,8 @@ RowLists select_entries(const Tensor& q, const Tensor& w, const Tensor& keys, co
   constexpr size_t kScores = size_t{64} << 20;  // larger ones are not faster (docs/kernels/indexer.md)
   const Tensor memory = workspace(std::max<size_t>(kernels::index_workspace(d.groups, kScores), 256));
   kernels::IndexSelection s{};
-  s.q = bf16(q), s.w = f32(w), s.keys = bf16(keys), s.entries = static_cast<int>(keys.size(0));
+  s.q = bytes(q), s.w = f32(w), s.keys = bytes(keys), s.entries = static_cast<int>(keys.size(0));
+  s.form = kernels::IndexForm::record;
   s.groups = &d.groups;
   s.device = {i32(d.tile_begin), i32(d.tile_first), reinterpret_cast<const uint64_t*>(device<int64_t>(d.visible)),
               i32(d.visible_count)};
@@ -56,6 +75,30 @@ RowLists select_entries(const Tensor& q, const Tensor& w, const Tensor& keys, co
   s.workspace = memory.raw(), s.workspace_bytes = memory.bytes();
   check(kernels::select_entries(s, kStream), "select_entries");
   return chosen;
+}
+
+IndexerLossGrad indexer_loss(const IndexerLoss& options, const Tensor& q, const Tensor& w, const Tensor& keys,
+                             const RowLists& valid, const Tensor& attn_q, const Tensor& attn_entries,
+                             const Tensor& joint_lse) {
+  const Tensor queries = index_values(q), values = index_values(keys), d_keys = zeros(values.shape(), DType::f32);
+  IndexerLossGrad grad{0, zeros(queries.shape(), DType::bf16), zeros(w.shape(), DType::f32), {}};
+  if (valid.row.numel() > 0) {
+    const Tensor loss = empty({1}, DType::f64);
+    kernels::IndexLoss p{};
+    p.q = bf16(queries), p.w = f32(w), p.keys = bf16(values);
+    p.rows = static_cast<int>(q.size(0)), p.entries = static_cast<int>(keys.size(0));
+    p.begin = i32(valid.begin), p.entry = i32(valid.row), p.listed = static_cast<int>(valid.row.numel());
+    p.attn_q = bf16(attn_q), p.attn_entries = bf16(attn_entries), p.joint_lse = f32(joint_lse);
+    p.heads = static_cast<int>(attn_q.size(1)), p.scale = attention_scale(attn_q);
+    p.factor = static_cast<float>(options.coefficient / options.rows_total);
+    p.d_q = bf16(grad.d_q), p.d_w = f32(grad.d_w), p.d_keys = f32(d_keys), p.loss = device<double>(loss);
+    const Tensor memory = workspace(kernels::index_loss_workspace(p.rows, p.entries, p.listed));
+    p.workspace = memory.raw();
+    check(kernels::index_loss(p, kStream), "indexer loss");
+    grad.loss = *to_host(loss).ptr<double>();
+  }
+  grad.d_keys = converted(d_keys, DType::bf16);
+  return grad;
 }
 
 RotatedAttention rotated_attention(const Tensor& q, const Tensor& keys, const RowLists& lists, const Tensor& sink,

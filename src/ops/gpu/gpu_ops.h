@@ -6,6 +6,7 @@
 #include "ops/compressor.h"
 #include "ops/grouped_output.h"
 #include "ops/head.h"
+#include "ops/head_divergence.h"
 #include "ops/indexer.h"
 #include "ops/mixture.h"
 #include "ops/parameters.h"
@@ -49,7 +50,12 @@ Tensor grouped_output_backward(const Tensor& dy, const Tensor& x, const GroupedW
 
 // attention.cpp
 RowLists merge_keys(const RowLists& window, const RowLists& entries, int key_rows);
+Tensor empty_index_keys(int64_t entries, int64_t width);
+Tensor index_values(const Tensor& vectors);
 RowLists select_entries(const Tensor& q, const Tensor& w, const Tensor& keys, const Visibility& visible, int topk);
+IndexerLossGrad indexer_loss(const IndexerLoss& options, const Tensor& q, const Tensor& w, const Tensor& keys,
+                             const RowLists& valid, const Tensor& attn_q, const Tensor& attn_entries,
+                             const Tensor& joint_lse);
 RotatedAttention rotated_attention(const Tensor& q, const Tensor& keys, const RowLists& lists, const Tensor& sink,
                                    const RotaryTable& table, Numerics numerics);
 AttentionGrad rotated_attention_backward(const Tensor& d_turned, const Tensor& q, const Tensor& keys,
@@ -77,6 +83,7 @@ Routing route(const Tensor& x, const Tensor& token, const RouterWeights& w, cons
               const Tensor& forced);
 Tensor route_backward(const Tensor& d_weight, const Tensor& d_score_extra, const Tensor& x, const RouterWeights& w,
                       const Routing& r, const RouterOptions& o, const Tensor& d_gate);
+double balance_loss(const Routing& r, const std::vector<int>& document, float coefficient, const Tensor& d_score);
 Tensor mixture(const Tensor& x, const Routing& r, const MixtureWeights& w, const MixtureLora& lora, Numerics numerics,
                MixtureSaved* saved);
 RoutedBackward mixture_backward(const Tensor& d_sum, const Tensor& x, const Routing& r, const MixtureWeights& w,
@@ -93,5 +100,9 @@ Tensor head_logprobs_backward(const Tensor& d_logprob, const Tensor& hidden, con
 ParameterTable parameter_table(const std::vector<ParameterTensors>& parameters);
 double gradient_norm(const ParameterTable& table);
 void adamw(const ParameterTable& table, const AdamWStep& step);
+
+Tensor head_divergence(Divergence kind, const HeadRows& student, const HeadRows& teacher);
+Tensor head_divergence_backward(Divergence kind, const Tensor& d_divergence, const HeadRows& student,
+                                const HeadRows& teacher, const Tensor& d_head, Tensor* divergence);
 
 }  // namespace plumb::ops::gpu

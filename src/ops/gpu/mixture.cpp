@@ -43,13 +43,28 @@ Routing route(const Tensor& x, const Tensor& token, const RouterWeights& w, cons
 
 Tensor route_backward(const Tensor& d_weight, const Tensor& d_score_extra, const Tensor& x, const RouterWeights& w,
                       const Routing& r, const RouterOptions& o, const Tensor& d_gate) {
-  if (d_gate.defined() || d_score_extra.defined()) not_on_gpu("training of a router");
+  if (d_gate.defined()) not_on_gpu("training of a router");
   const rt::Sizes sizes = sizes_of(r);
   const Tensor d_logit = empty(d_weight.shape(), DType::f32);
   rt::route_backward(f32(d_weight), f32(r.logits), i32(r.expert), sizes, o.scale, f32(d_logit), kStream);
+  if (d_score_extra.defined()) {  // then all experts have a gradient
+    const Tensor d_logits = empty(r.logits.shape(), DType::f32);
+    rt::all_logits_backward(f32(d_logit), f32(d_score_extra), f32(r.logits), i32(r.expert), sizes, f32(d_logits),
+                            kStream);
+    return linear_backward(d_logits, x, w.gate, {}, {}, {}, {});
+  }
   Tensor dx = empty(x.shape(), DType::f32);
   rt::route_backward_input(f32(d_logit), i32(r.expert), sizes, bf16(w.gate.data), w.gate.in, false, f32(dx), kStream);
   return dx;
+}
+
+// On the host: a loss of full training that costs a layer the way of its scores there and back.
+double balance_loss(const Routing& r, const std::vector<int>& document, float coefficient, const Tensor& d_score) {
+  const Routing host{to_host(r.expert), {}, to_host(r.score), {}};
+  const Tensor d = d_score.defined() ? Tensor::zeros(r.score.shape()) : Tensor();
+  const double loss = ops::balance_loss(host, document, coefficient, d);
+  if (d.defined()) add({to_device(d)}, d_score);
+  return loss;
 }
 
 // ---- One mixture: the routed experts are E groups of rows, the shared one is one group of all rows.

@@ -1,5 +1,6 @@
 #include "ops/vectors.h"
 
+#include "kernels/indexer/indexer.h"
 #include "kernels/norm/norm.h"
 #include "kernels/rotary/rotary.h"
 #include "ops/gpu/gpu_ops.h"
@@ -17,7 +18,7 @@ kernels::VectorNorm norm_of(const VectorSteps& steps, const Tensor& weight) {
 kernels::VectorStorage storage_of(const VectorSteps& steps) {
   const PointKind kind = point_kind(steps.numerics, steps.storage);
   return kind == PointKind::fp8x64   ? kernels::VectorStorage::fp8
-         : kind == PointKind::fp4x32 ? kernels::VectorStorage::fp4
+         : kind == PointKind::fp4x32 ? kernels::VectorStorage::fp4_record
                                      : kernels::VectorStorage::plain;
 }
 
@@ -57,10 +58,12 @@ Tensor rms_norm_backward(const Tensor& dy, const Tensor& x, const Tensor& weight
 
 Tensor finish_vectors(const Tensor& x, const Tensor& weight, const RotaryTable& table, const VectorSteps& steps) {
   require_kind({steps.numerics, steps.rope}, PointKind::bf16, "finish_vectors");
-  Tensor y = empty(x.shape(), DType::bf16);
+  const bool records = storage_of(steps) == kernels::VectorStorage::fp4_record;
+  const Tensor y =
+      records ? empty({x.size(0), x.size(1), kernels::kIndexRecordBytes}, DType::u8) : empty(x.shape(), DType::bf16);
   const int rows = static_cast<int>(x.size(0)), vectors = static_cast<int>(x.size(1)),
             width = static_cast<int>(x.size(2));
-  check(kernels::finish_vectors({bf16(x), f32(weight), table.device.raw(), nullptr, bf16(y), rows, vectors, width,
+  check(kernels::finish_vectors({bf16(x), f32(weight), table.device.raw(), nullptr, y.raw(), rows, vectors, width,
                                  norm_of(steps, weight), storage_of(steps), steps.eps},
                                 kStream),
         "finish_vectors");
