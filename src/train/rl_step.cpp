@@ -5,6 +5,7 @@
 #include <numeric>
 
 #include "base/error.h"
+#include "ops/elementwise.h"
 #include "ops/head.h"
 #include "train/step.h"
 

@@ -51,7 +51,7 @@ Tensor route_backward(const Tensor& d_weight, const Tensor& d_score_extra, const
     const Tensor d_logits = empty(r.logits.shape(), DType::f32);
     rt::all_logits_backward(f32(d_logit), f32(d_score_extra), f32(r.logits), i32(r.expert), sizes, f32(d_logits),
                             kStream);
-    return linear_backward(d_logits, x, w.gate, {}, {}, {}, {});
+    return linear_backward(d_logits, x, w.gate, {}, {}, {}, {}, {});
   }
   Tensor dx = empty(x.shape(), DType::f32);
   rt::route_backward_input(f32(d_logit), i32(r.expert), sizes, bf16(w.gate.data), w.gate.in, false, f32(dx), kStream);
