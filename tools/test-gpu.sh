@@ -1,5 +1,5 @@
 #!/bin/sh
-# Builds the GPU kernels on this machine and runs all their tests. usage: tools/test-gpu.sh [--sanitize[=PATTERN]] [SUMMARY]
+# Builds the GPU kernels on this machine and runs all their tests, and those of the model on the GPU if `make build` has made them. usage: tools/test-gpu.sh [--sanitize[=PATTERN]] [SUMMARY]
 # SUMMARY (default build-gpu/test-summary.txt): date, device, driver, versions, one line a test. --sanitize: instead, the tests named
 # *Small* under compute-sanitizer (memcheck, racecheck, initcheck, synccheck), of the executables that match PATTERN.
 set -eu
@@ -19,7 +19,8 @@ run() {  # name, command...
   echo "$name: $result" | tee -a "$summary"
   grep -v '^\[' build-gpu/log.txt | grep -v '^$' | head -100 >> "$summary" || true
 }
-for test in build-gpu/*_test; do
+for test in build-gpu/*_test build/tests/model_gpu_test; do
+  [ -x "$test" ] || { echo "$test: not built (make build)" | tee -a "$summary"; continue; }
   name=$(basename "$test")
   if [ -z "$sanitize" ]; then
     run "$name" "$test"

@@ -7,32 +7,21 @@
 #include <cuda_profiler_api.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <ctime>
-#include <nlohmann/json.hpp>
 #include <string>
 
-#include "base/files.h"
 #include "flash_model.h"
-#include "memory/device_weights.h"
+#include "gpu_bench.h"
 #include "model/decode_graphs.h"
-#include "ops/device.h"
 
 namespace plumb {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-using Json = nlohmann::ordered_json;
+using namespace bench;
 
 constexpr int kLength = 8000;  // tokens of each sequence
 constexpr int kSteps = 8;      // of a round: two of them make entries of ratio 4
-
-double milliseconds(Clock::time_point start) {
-  return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
-}
-void wait_for_device() { to_host(to_device(Tensor::full({1}, 0))); }
 
 // `batch` sequences over a cache, plain or through graphs; the same positions again and again.
 class Decoding {
@@ -43,7 +32,7 @@ class Decoding {
     const int csa = kLength / shape_.csa_ratio + kSteps, hca = kLength / shape_.hca_ratio + kSteps;
     for (int i = 0; i < batch; ++i) {
       slots_.push_back({i * keys, keys, i * csa, i * hca, i * 2 * shape_.csa_ratio, i * shape_.hca_ratio});
-      next_.push_back({static_cast<int>((int64_t{i} * 131 + int64_t{i} * i * 7) % weights.config().vocab_size)});
+      next_.push_back({token(weights.config(), i)});
     }
     totals_ = {batch * keys, batch * csa, batch * hca};
     cache_ =
@@ -76,10 +65,10 @@ class Decoding {
         const int64_t recordings = graphs_->stats().recordings;
         const auto start = Clock::now();
         step(s, replayed);
-        host += milliseconds(start) / kSteps;
+        host += milliseconds_since(start) / kSteps;
         wait_for_device();
-        whole += milliseconds(start) / kSteps;
-        if (graphs_->stats().recordings > recordings) recording_ = milliseconds(start);
+        whole += milliseconds_since(start) / kSteps;
+        if (graphs_->stats().recordings > recordings) recording_ = milliseconds_since(start);
       }
       if (round >= 2) best = {std::min(best.host, host), std::min(best.whole, whole)};
     }
@@ -101,12 +90,6 @@ class Decoding {
   double recording_ = 0;
 };
 
-std::shared_ptr<DeviceWeights> four_layers() {
-  ModelConfig c = testing::flash_config(256);
-  c.index_topk = 512;
-  return std::make_shared<DeviceWeights>(testing::flash_model(1, c));
-}
-
 // Of `count` adapters, in turns.
 AdapterBatch in_turns(const std::vector<std::shared_ptr<Adapter>>& adapters, int count, int batch) {
   AdapterBatch rows;
@@ -117,11 +100,11 @@ AdapterBatch in_turns(const std::vector<std::shared_ptr<Adapter>>& adapters, int
   return rows;
 }
 
-Json measure() {
+Figures measure() {
   const auto weights = four_layers();
   std::vector<std::shared_ptr<Adapter>> adapters;
   for (int a = 0; a < 2; ++a) adapters.push_back(testing::flash_adapter(weights->config(), 8, 2 + a));
-  Json figures = Json::array();
+  Figures figures = Figures::array();
   std::printf("sequences adapters  plain ms (launching)  replayed ms (launching)  recording ms  graphs MB\n");
   for (int count : {0, 1, 2})
     for (int batch : {1, 16, 64, 256}) {
@@ -144,7 +127,12 @@ Json measure() {
   return figures;
 }
 
-void profile_step(int batch) {
+int profile_step(int argc, char** argv) {
+  const int batch = argc == 3 ? std::atoi(argv[2]) : 0;
+  if (batch < 1) {
+    std::fprintf(stderr, "usage: decoding_gpu_bench --step BATCH\n");
+    return 2;
+  }
   const auto weights = four_layers();
   Decoding decoding(*weights, nullptr, batch);
   decoding.measure(false);
@@ -152,39 +140,19 @@ void profile_step(int batch) {
   decoding.step(0, false);
   wait_for_device();
   cudaProfilerStop();
+  return 0;
 }
 
 }  // namespace
 }  // namespace plumb
 
 int main(int argc, char** argv) {
-  try {
-    setvbuf(stdout, nullptr, _IOLBF, 0);
-    const plumb::ops::DeviceStatus device = plumb::ops::open_device();
-    if (!device.usable) {
-      std::printf("skipped: %s\n", device.what.c_str());
-      return 77;
-    }
-    if (argc == 3 && std::string(argv[1]) == "--step") {
-      plumb::profile_step(std::max(1, std::atoi(argv[2])));
-      return 0;
-    }
-    char date[16];
-    const std::time_t now = std::time(nullptr);
-    std::strftime(date, sizeof date, "%F", std::gmtime(&now));
-    const plumb::Json all = {
-        {"name", "decoding_gpu"},
-        {"title", "Decoding steps on a GPU"},
-        {"date", date},
-        {"device", device.what},
-        {"command",
-         "decoding_gpu_bench: four layers of Flash's shape, 256 experts, sequences of 8,000 tokens, adapters of rank 8 "
-         "on all targets; mean of eight steps"},
-        {"figures", plumb::measure()}};
-    if (argc > 1) plumb::write_text(argv[1], all.dump(2) + "\n");
-    return 0;
-  } catch (const std::exception& e) {
-    std::fprintf(stderr, "%s\n", e.what());
-    return 1;
-  }
+  return plumb::bench::run_on_gpu(
+      argc, argv,
+      {{"name", "decoding_gpu"},
+       {"title", "Decoding steps on a GPU"},
+       {"command",
+        "decoding_gpu_bench: four layers of Flash's shape, 256 experts, sequences of 8,000 tokens, adapters of rank 8 "
+        "on all targets; mean of eight steps"}},
+      plumb::measure, plumb::profile_step);
 }

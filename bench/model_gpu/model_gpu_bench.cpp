@@ -7,39 +7,32 @@
 #include <cuda_profiler_api.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
-#include <ctime>
 #include <map>
-#include <nlohmann/json.hpp>
 #include <string>
 
-#include "base/error.h"
-#include "base/files.h"
 #include "config/presets.h"
 #include "flash_model.h"
-#include "memory/device_weights.h"
+#include "gpu_bench.h"
 #include "model/device_adapters.h"
 #include "model/forward.h"
-#include "ops/device.h"
-#include "ops/head.h"
 #include "train/step.h"
 
 namespace plumb {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-using Figures = nlohmann::ordered_json;
+using namespace bench;
 
-double milliseconds_since(Clock::time_point start) {
-  to_host(to_device(Tensor::full({1}, 0)));  // waits for the device
-  return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+// Of some work that began at `start`, the device's part included.
+double whole_time(Clock::time_point start) {
+  wait_for_device();
+  return milliseconds_since(start);
 }
 
 std::vector<int> tokens(const ModelConfig& c, int n) {
   std::vector<int> ids(n);
-  for (int i = 0; i < n; ++i) ids[i] = static_cast<int>((int64_t{i} * 131 + int64_t{i} * i * 7) % c.vocab_size);
+  for (int i = 0; i < n; ++i) ids[i] = token(c, i);
   return ids;
 }
 
@@ -98,7 +91,7 @@ double layer_time(const LayerStep& step) {
   for (int round = 0; round < 4; ++round) {
     const auto start = Clock::now();
     step.run();
-    const double time = milliseconds_since(start);
+    const double time = whole_time(start);
     if (round > 0) best = std::min(best, time);
   }
   return best;
@@ -136,7 +129,7 @@ double fastest(F&& f) {
   for (int round = 0; round < 4; ++round) {
     const auto start = Clock::now();
     f();
-    const double time = milliseconds_since(start);
+    const double time = whole_time(start);
     if (round > 0) best = std::min(best, time);
   }
   return best;
@@ -174,19 +167,13 @@ void measure_training(const std::shared_ptr<WeightStore>& weights, const std::sh
   report(figures, "the adapter of four layers to the host", fastest([&] { host_adapter(*trainee); }), "ms");
 }
 
-std::shared_ptr<DeviceWeights> four_layers() {
-  ModelConfig c = testing::flash_config(256);
-  c.index_topk = 512;
-  return std::make_shared<DeviceWeights>(testing::flash_model(1, c));
-}
-
 Figures measure() {
   const auto weights = four_layers();
   const ModelConfig& c = weights->config();
   Figures figures = Figures::array();
   const auto start = Clock::now();
   for (int layer = 0; layer < c.num_hidden_layers; ++layer) weights->acquire(layer);
-  report(figures, "a layer packed and copied", milliseconds_since(start) / c.num_hidden_layers, "ms");
+  report(figures, "a layer packed and copied", whole_time(start) / c.num_hidden_layers, "ms");
   const auto adapter = testing::flash_adapter(c, 8, 2);
   {
     DeviceAdapter training = train_on_device(*adapter);
@@ -197,7 +184,9 @@ Figures measure() {
   return figures;
 }
 
-int profile_step(const std::string& name, int rows) {
+int profile_step(int argc, char** argv) {
+  const std::string name = argc == 4 ? argv[2] : "";
+  const int rows = argc == 4 ? std::atoi(argv[3]) : 0;
   const auto* kind = std::find_if(std::begin(kKinds), std::end(kKinds), [&](const Kind& k) { return name == k.name; });
   if (kind == std::end(kKinds) || rows < 1) {
     std::fprintf(stderr, "usage: model_gpu_bench --step window|CSA|HCA ROWS\n");
@@ -208,10 +197,10 @@ int profile_step(const std::string& name, int rows) {
   const AdapterBatch adapters{{{training.adapter, {}, true, &training.grads}}};
   const LayerStep step(*weights, adapters, kind->layer, rows, Keep::outputs);
   step.run();
-  milliseconds_since(Clock::now());
+  wait_for_device();
   cudaProfilerStart();
   step.run();
-  milliseconds_since(Clock::now());
+  wait_for_device();
   cudaProfilerStop();
   return 0;
 }
@@ -220,27 +209,9 @@ int profile_step(const std::string& name, int rows) {
 }  // namespace plumb
 
 int main(int argc, char** argv) {
-  try {
-    setvbuf(stdout, nullptr, _IOLBF, 0);
-    const plumb::ops::DeviceStatus device = plumb::ops::open_device();
-    if (!device.usable) {
-      std::printf("skipped: %s\n", device.what.c_str());
-      return 77;
-    }
-    if (argc == 4 && std::string(argv[1]) == "--step") return plumb::profile_step(argv[2], std::atoi(argv[3]));
-    char date[16];
-    const std::time_t now = std::time(nullptr);
-    std::strftime(date, sizeof date, "%F", std::gmtime(&now));
-    const plumb::Figures all = {
-        {"name", "model_gpu"},
-        {"date", date},
-        {"device", device.what},
-        {"command", "model_gpu_bench: layers of Flash's shape, 256 experts, adapters of rank 8 on all targets"},
-        {"figures", plumb::measure()}};
-    if (argc > 1) plumb::write_text(argv[1], all.dump(2) + "\n");
-    return 0;
-  } catch (const std::exception& e) {
-    std::fprintf(stderr, "%s\n", e.what());
-    return 1;
-  }
+  return plumb::bench::run_on_gpu(
+      argc, argv,
+      {{"name", "model_gpu"},
+       {"command", "model_gpu_bench: layers of Flash's shape, 256 experts, adapters of rank 8 on all targets"}},
+      plumb::measure, plumb::profile_step);
 }

@@ -124,6 +124,12 @@ std::string Metrics::text(const EngineStats& e, int connections, const std::stri
   single(out, "plumb:prefix_cache_pages", "gauge", "Pages in the prefix cache.", label, e.cached_pages);
   single(out, "plumb:engine_steps_total", "counter", "Forward passes.", label, static_cast<double>(e.steps));
   single(out, "plumb:engine_rows_total", "counter", "Rows of all forward passes.", label, static_cast<double>(e.rows));
+  single(out, "plumb:decode_graphs", "gauge", "CUDA graphs of decoding steps that are kept.", label,
+         e.decode_graphs.graphs);
+  single(out, "plumb:decode_graph_bytes", "gauge", "Device memory of these graphs.", label,
+         static_cast<double>(e.decode_graphs.bytes));
+  single(out, "plumb:decode_graph_replays_total", "counter", "Forward passes that replayed a graph.", label,
+         static_cast<double>(e.decode_graphs.replays));
   single(out, "plumb:connections", "gauge", "Open connections.", label, connections);
   describe(out, "plumb:http_requests_total", "counter", "HTTP requests by route and status.");
   for (const auto& [key, count] : answered_)

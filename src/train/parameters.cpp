@@ -170,7 +170,8 @@ std::unique_ptr<Trainee> lora_trainee(std::shared_ptr<WeightStore> weights, std:
   t->weights = std::move(weights);
   t->adapter = std::move(adapter);
   std::shared_ptr<Adapter> trained = t->adapter;
-  if (t->weights->space() == Space::device) {
+  const bool on_device = t->weights->space() == Space::device;
+  if (on_device) {
     DeviceAdapter d = train_on_device(*t->adapter);
     trained = d.adapter, t->adapter_grads = std::move(d.grads), t->gradient_memory = std::move(d.gradient_memory);
   } else {
@@ -184,7 +185,7 @@ std::unique_ptr<Trainee> lora_trainee(std::shared_ptr<WeightStore> weights, std:
                  t->parameters.push_back({name + ".lora_a", pair.a, grad.a, 1});
                  t->parameters.push_back({name + ".lora_b", pair.b, grad.b, 1});
                });
-  if (t->weights->space() == Space::device) {
+  if (on_device) {
     std::vector<ops::ParameterTensors> there;
     for (const Parameter& p : t->parameters) there.push_back({p.master, p.grad, {}, {}});
     t->on_device = ops::parameter_table(there);

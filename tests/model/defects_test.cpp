@@ -3,10 +3,10 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
-#include <cstring>
 
 #include "base/parallel.h"
 #include "model/forward.h"
+#include "support/same_bits.h"
 #include "support/tiny_model.h"
 
 namespace plumb {
@@ -14,15 +14,13 @@ namespace {
 
 using testing::random_model;
 using testing::random_tokens;
+using testing::same_bits;
 using testing::tiny_config;
 using K = LayerKind;
 
 ForwardResult run(ResidentWeights& m, const std::vector<std::vector<int>>& documents, ForwardOptions o = {}) {
   o.keep = Keep::streams;
   return forward(m, plan_documents(plan_shape(m.model), documents), o);
-}
-bool same_bits(const Tensor& a, const Tensor& b) {
-  return a.shape() == b.shape() && std::memcmp(a.raw(), b.raw(), a.bytes()) == 0;
 }
 ModelConfig one_layer(LayerKind kind) {
   ModelConfig c = tiny_config();

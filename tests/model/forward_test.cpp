@@ -9,6 +9,7 @@
 #include "base/parallel.h"
 #include "base/philox.h"
 #include "ops/head.h"
+#include "support/same_bits.h"
 #include "support/tiny_model.h"
 
 namespace plumb {
@@ -17,6 +18,7 @@ namespace {
 using testing::random_adapter;
 using testing::random_model;
 using testing::random_tokens;
+using testing::same_bits;
 using testing::tiny_config;
 
 constexpr Numerics kProfiles[] = {Numerics::fp32, Numerics::bf16, Numerics::released};
@@ -27,9 +29,6 @@ Tensor hidden_of(ResidentWeights& m, const std::vector<std::vector<int>>& docume
   o.numerics = n;
   o.adapters = adapters;
   return forward(m, plan_documents(plan_shape(m.model), documents), o).hidden;
-}
-bool same_bits(const Tensor& a, const Tensor& b) {
-  return a.shape() == b.shape() && std::memcmp(a.raw(), b.raw(), a.bytes()) == 0;
 }
 double largest_difference(const Tensor& a, const Tensor& b) {
   double most = 0;

@@ -1,27 +1,15 @@
 // A decoding step in the sizes of a larger one: its rows have their own bits, and the cache is what it would be.
 #include <gtest/gtest.h>
 
-#include <cstring>
-
 #include "base/error.h"
 #include "model/forward.h"
+#include "support/same_bits.h"
 #include "support/tiny_model.h"
 
 namespace plumb {
 namespace {
 
-bool same_bits(const Tensor& a, const Tensor& b) {
-  return a.shape() == b.shape() && (a.bytes() == 0 || std::memcmp(a.raw(), b.raw(), a.bytes()) == 0);
-}
-
-bool same_bits(const KvCache& a, const KvCache& b) {
-  for (size_t l = 0; l < a.layers.size(); ++l)
-    for (Tensor LayerCache::*t :
-         {&LayerCache::keys, &LayerCache::index_keys, &LayerCache::pending_kv, &LayerCache::pending_gate,
-          &LayerCache::index_pending_kv, &LayerCache::index_pending_gate})
-      if ((a.layers[l].*t).defined() && !same_bits(a.layers[l].*t, b.layers[l].*t)) return false;
-  return true;
-}
+using testing::same_bits;
 
 // Sequences of different lengths grow by a token a step, so that entries of both ratios are made in some steps, by some
 // of the rows.

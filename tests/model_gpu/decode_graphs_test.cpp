@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstdio>
-#include <cstring>
 
 #include "base/error.h"
 #include "flash_model.h"
@@ -12,30 +11,18 @@
 #include "ops/gpu/recording.h"
 #include "ops/gpu/support.h"
 #include "ops/rows.h"
+#include "support/same_bits.h"
 
 namespace plumb {
 namespace {
 
 using testing::flash_adapter;
 using testing::flash_config;
+using testing::same_bits;
 
 WeightStore& weights() {
   static WeightStore& w = *new DeviceWeights(testing::flash_model(3));
   return w;
-}
-
-bool same_bits(const Tensor& a, const Tensor& b) {
-  if (!a.defined()) return !b.defined();
-  const Tensor x = to_host(a), y = to_host(b);
-  return x.shape() == y.shape() && std::memcmp(x.raw(), y.raw(), x.bytes()) == 0;
-}
-bool same_bits(const KvCache& a, const KvCache& b) {
-  for (size_t l = 0; l < a.layers.size(); ++l)
-    for (Tensor LayerCache::*t :
-         {&LayerCache::keys, &LayerCache::index_keys, &LayerCache::pending_kv, &LayerCache::pending_gate,
-          &LayerCache::index_pending_kv, &LayerCache::index_pending_gate})
-      if (!same_bits(a.layers[l].*t, b.layers[l].*t)) return false;
-  return true;
 }
 
 // Which adapter each sequence uses, by number; -1: none.

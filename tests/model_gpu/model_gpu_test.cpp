@@ -8,7 +8,6 @@
 #include <array>
 #include <cmath>
 #include <cstdio>
-#include <cstring>
 
 #include "base/error.h"
 #include "base/float_formats.h"
@@ -21,6 +20,7 @@
 #include "ops/head.h"
 #include "ops/head_divergence.h"
 #include "ops/indexer.h"
+#include "support/same_bits.h"
 #include "train/step.h"
 
 namespace plumb {
@@ -29,6 +29,7 @@ namespace {
 using testing::flash_adapter;
 using testing::flash_config;
 using testing::flash_model;
+using testing::same_bits;
 
 // Made once: packing four layers takes seconds.
 struct Models {
@@ -44,11 +45,6 @@ std::vector<int> tokens(int n, int seed) {
   std::vector<int> ids(n);
   for (int i = 0; i < n; ++i) ids[i] = (i * 131 + seed * 977 + i * i * 7) % flash_config().vocab_size;
   return ids;
-}
-
-bool same_bits(const Tensor& a, const Tensor& b) {
-  const Tensor x = to_host(a), y = to_host(b);
-  return x.shape() == y.shape() && std::memcmp(x.raw(), y.raw(), x.bytes()) == 0;
 }
 
 // ||gpu - cpu|| / ||cpu||

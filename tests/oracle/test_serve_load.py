@@ -252,6 +252,8 @@ def test_metrics_are_those_that_dashboards_of_vllm_read(serve):
                        "time_to_first_token_seconds": "histogram", "inter_token_latency_seconds": "histogram",
                        "e2e_request_latency_seconds": "histogram"}.items():
         assert families["vllm:" + name].type == kind, name
+    for name, kind in {"decode_graphs": "gauge", "decode_graph_bytes": "gauge", "decode_graph_replays": "counter"}.items():
+        assert families["plumb:" + name].type == kind, name
     values = {s.name: s.value for f in families.values() for s in f.samples}
     assert values["vllm:generation_tokens_total"] == 4 * TOKENS
     assert values["vllm:e2e_request_latency_seconds_count"] == 4
