@@ -97,11 +97,13 @@ __global__ void __launch_bounds__(kThreads) adamw_kernel(const Tensor* pieces, S
 std::vector<Tensor> pieces_of(const std::vector<Tensor>& tensors) {
   std::vector<Tensor> pieces;
   for (const Tensor& t : tensors) {
-    for (const float* p : {t.weight, t.gradient, t.first, t.second})
-      require(aligned(p, 16), "optimizer: pieces_of", "all arrays of a tensor must be aligned to 16 bytes");
+    const bool moments = t.first || t.second;
+    require(aligned(t.weight, 16) && aligned(t.gradient, 16) &&
+                (!moments || (aligned(t.first, 16) && aligned(t.second, 16))),
+            "optimizer: pieces_of", "all arrays of a tensor must be aligned to 16 bytes");
     for (int64_t at = 0; at < t.count; at += kPieceElements)
-      pieces.push_back({t.weight + at, t.gradient + at, t.first + at, t.second + at,
-                        std::min<int64_t>(kPieceElements, t.count - at)});
+      pieces.push_back({t.weight + at, t.gradient + at, moments ? t.first + at : nullptr,
+                        moments ? t.second + at : nullptr, std::min<int64_t>(kPieceElements, t.count - at)});
   }
   return pieces;
 }

@@ -13,7 +13,7 @@ namespace plumb::kernels::optimizer {
 
 // A parameter: FP32 device arrays of `count`, aligned to 16 bytes.
 struct Tensor {
-  float *weight, *gradient, *first, *second;  // first, second: Adam's moments
+  float *weight, *gradient, *first, *second;  // first, second: Adam's moments, null where only the norm is taken
   int64_t count;
 };
 

@@ -55,7 +55,7 @@ RowLists select_entries(const Tensor& q, const Tensor& w, const Tensor& keys, co
   if (q.size(1) != kernels::kIndexHeads)
     fail("indexer", std::to_string(q.size(1)) + " heads",
          "the GPU kernels take 64 heads of 128; use kernels = \"reference\"");
-  PLUMB_CHECK(q.size(2) == kernels::kIndexRecordBytes && keys.row_size() == kernels::kIndexRecordBytes);
+  PLUMB_CHECK(q.size(2) == kernels::kIndexRecordBytes && keys.shape().back() == kernels::kIndexRecordBytes);
   PLUMB_CHECK(visible.device != nullptr, "the plan's tensors are on the host");
   const auto& d = *static_cast<const DeviceVisibility*>(visible.device.get());
   PLUMB_CHECK(d.topk == topk, "the plan's tensors are for the best " + std::to_string(d.topk));
