@@ -20,9 +20,7 @@ void check_targets(const Tensor& hidden, const Linear& head, const std::vector<i
       fail("head", "target " + std::to_string(t) + " is outside the vocabulary of " + std::to_string(head.out));
 }
 
-float log_probability(const SoftmaxSum& s, float logit) {
-  return static_cast<float>(double{logit} - s.highest - std::log(s.sum));
-}
+Normaliser normaliser_of(const SoftmaxSum& s) { return {s.highest, std::log(s.sum)}; }
 
 // logits of one row -> gradient d * (1[v == target] - p_v), in place.
 void softmax_gradient(const SoftmaxSum& s, float* logits, int64_t vocab, int target, float d) {
@@ -34,20 +32,22 @@ void softmax_gradient(const SoftmaxSum& s, float* logits, int64_t vocab, int tar
 
 }  // namespace
 
-Tensor head_logits(const Tensor& hidden, const Linear& head) {
+float log_probability(float logit, const Normaliser& n) {
+  return static_cast<float>(double{logit} - n.highest - n.logarithm);
+}
+
+Normaliser normaliser_of(std::span<const float> logits) {
+  return normaliser_of(softmax_sum(logits.data(), static_cast<int64_t>(logits.size())));
+}
+
+Logits head_logits(const Tensor& hidden, const Linear& head) {
   PLUMB_ON_GPU(hidden, head_logits(hidden, head));
-  return linear(hidden, head);
-}
-
-float log_probability(const float* logits, int64_t vocab, int target) {
-  return log_probability(softmax_sum(logits, vocab), logits[target]);
-}
-
-std::vector<float> log_probabilities(const float* logits, int64_t vocab, std::span<const int> targets) {
-  const SoftmaxSum s = softmax_sum(logits, vocab);
-  std::vector<float> values;
-  for (const int t : targets) values.push_back(log_probability(s, logits[t]));
-  return values;
+  Logits logits{linear(hidden, head), std::vector<Normaliser>(hidden.size(0))};
+  parallel_for(hidden.size(0), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r)
+      logits.normaliser[r] = normaliser_of(softmax_sum(logits.value.f32() + r * head.out, head.out));
+  });
+  return logits;
 }
 
 Tensor head_logprobs(const Tensor& hidden, const Linear& head, const std::vector<int>& target) {
@@ -56,8 +56,10 @@ Tensor head_logprobs(const Tensor& hidden, const Linear& head, const std::vector
   Tensor logprobs = Tensor::empty({hidden.size(0)});
   for_chunks(hidden, head, [&](int64_t first, const Tensor& logits) {
     parallel_for(logits.size(0), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t r = begin; r < end; ++r)
-        logprobs.f32()[first + r] = log_probability(logits.f32() + r * head.out, head.out, target[first + r]);
+      for (int64_t r = begin; r < end; ++r) {
+        const float* row = logits.f32() + r * head.out;
+        logprobs.f32()[first + r] = log_probability(row[target[first + r]], normaliser_of(softmax_sum(row, head.out)));
+      }
     });
   });
   return logprobs;
@@ -75,7 +77,7 @@ Tensor head_logprobs_backward(const Tensor& d_logprob, const Tensor& hidden, con
         float* row = logits.f32() + r * head.out;
         const int wanted = target[first + r];
         const SoftmaxSum s = softmax_sum(row, head.out);
-        if (logprobs) logprobs->f32()[first + r] = log_probability(s, row[wanted]);
+        if (logprobs) logprobs->f32()[first + r] = log_probability(row[wanted], normaliser_of(s));
         softmax_gradient(s, row, head.out, wanted, d_logprob.f32()[first + r]);
       }
     });

@@ -8,15 +8,27 @@
 
 namespace plumb::ops {
 
-// hidden [rows,d] (normed), head [V,d] -> logits f32 [rows,V].
-Tensor head_logits(const Tensor& hidden, const Linear& head);
+// What makes a logit of a row a log-probability, at temperature 1.
+struct Normaliser {
+  float highest = 0;     // logit
+  double logarithm = 0;  // of the sum of exp(logit - highest)
+};
+// logit - highest - logarithm in double, rounded once.
+float log_probability(float logit, const Normaliser& n);
+// Of logits [vocab] that were changed since head_logits made them. Sums in order.
+Normaliser normaliser_of(std::span<const float> logits);
 
-// Log-probability of target[row] under the softmax of row's logits, at temperature 1, FP32 (log-sum-exp: maximum, then
-// sum in order). The same bits from whole rows of logits and from the chunked path.
-float log_probability(const float* logits, int64_t vocab, int target);
-// Those of several targets, with one pass over the logits.
-std::vector<float> log_probabilities(const float* logits, int64_t vocab, std::span<const int> targets);
-Tensor head_logprobs(const Tensor& hidden, const Linear& head, const std::vector<int>& target);  // f32 [rows]
+// Where the model computes decides how exponentials are added up, so the normalisers come with the logits.
+struct Logits {
+  Tensor value;                        // f32 [rows,V], on the host
+  std::vector<Normaliser> normaliser;  // [rows]
+};
+// hidden [rows,d] (normed), head [V,d].
+Logits head_logits(const Tensor& hidden, const Linear& head);
+
+// Log-probability of target[row] under the softmax of row's logits: f32 [rows], on the host. The bits of
+// log_probability with what head_logits returns.
+Tensor head_logprobs(const Tensor& hidden, const Linear& head, const std::vector<int>& target);
 
 // Backward of sum_i d_logprob[i] * logprob[i]: -> d_hidden [rows,d]; d_head f32 [V,d] += if defined. Recomputes the
 // logits; logprobs, if not null, becomes what head_logprobs returns, so that who knows d_logprob before needs no

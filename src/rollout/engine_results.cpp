@@ -74,21 +74,23 @@ void Engine::take_prompt_logprobs(const Tensor& hidden, const std::vector<Sequen
   const int rows = static_cast<int>(of.size());
   for (int first = 0; first < rows; first += kTopRows) {
     const int last = std::min(rows, first + kTopRows);
-    const Tensor logits = ops::head_logits(hidden.rows(first, last), head);
+    const ops::Logits logits = ops::head_logits(hidden.rows(first, last), head);
     for (int i = first; i < last; ++i)
       if (wants_top(of[i]))
-        of[i]->prompt_top.push_back(top_logprobs(row_of(logits, i - first), of[i]->request.prompt_top_logprobs));
+        of[i]->prompt_top.push_back(top_logprobs(row_of(logits.value, i - first), logits.normaliser[i - first],
+                                                 of[i]->request.prompt_top_logprobs));
   }
 }
 
 // hidden [rows, d]: the newest row of each sequence in `of`.
 std::vector<GeneratedToken> Engine::sample(const Tensor& hidden, const std::vector<Sequence*>& of) const {
   std::vector<GeneratedToken> sampled(of.size());
-  const Tensor logits = ops::head_logits(hidden, weights_.outer().head);
-  parallel_for(logits.size(0), 1, [&](int64_t begin, int64_t end) {
+  const ops::Logits logits = ops::head_logits(hidden, weights_.outer().head);
+  parallel_for(hidden.size(0), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const Request& r = of[i]->request;
-      sampled[i] = sample_token(row_of(logits, i), r.sampling, r.key, of[i]->tokens, r.prompt.size());
+      sampled[i] = sample_token(row_of(logits.value, i), logits.normaliser[i], r.sampling, r.key, of[i]->tokens,
+                                r.prompt.size());
     }
   });
   return sampled;

@@ -2,7 +2,9 @@
 // over ranges as documents, trees and caches have them.
 #include "kernels/indexer/indexer.h"
 
+#include <algorithm>
 #include <numeric>
+#include <random>
 
 #include "device_data.cuh"
 #include "index_records.h"
@@ -208,12 +210,42 @@ TEST(Indexer, TreesSmall) {  // a prefix of 400 rows, then branches that see it 
     }
   for (const IndexForm form : kForms) compare(Problem(v, 160, 64, form), 20);
 }
-TEST(Indexer, CachePagesSmall) {  // decoding: each row its own sequence, pages of 32 entries out of order
+TEST(Indexer, CachePagesSmall) {  // decoding: each row its own sequence, in pages of 32 entries
   Visible v;
   for (int r = 0; r < 9; ++r)
     v.row({{r * 32, r * 32 + 32}, {1000 - r * 32, 1032 - r * 32}, {2000 + r * 32, 2003 + r * 32}});
   EXPECT_EQ(make_index_groups(v.begin, v.range).group_rows, 1);
   for (const IndexForm form : kForms) compare(Problem(v, 2400, 40, form), 9);
+}
+// Chunks of prompts and decoding steps of sequences whose pages lie anywhere, in one batch: the order is that of
+// positions, also among equal scores.
+TEST(Indexer, PagesAnywhereSmall) {
+  constexpr int kPages = 40;
+  std::vector<int> page(kPages);
+  std::iota(page.begin(), page.end(), 0);
+  std::mt19937 random(5);
+  std::shuffle(page.begin(), page.end(), random);
+  Visible v;
+  const auto add = [&](int first_page, int entries) {
+    for (int e = 0; e < entries; e += 32) {
+      const int first = page[first_page + e / 32] * 32, last = first + std::min(32, entries - e);
+      if (e > 0 && v.range.back().last == first)
+        v.range.back().last = last;
+      else
+        v.range.push_back({first, last});
+    }
+    v.begin.push_back(static_cast<int>(v.range.size()));
+  };
+  for (int t = 0; t < 100; ++t) add(0, (300 + t) / 4);  // five pages
+  for (int t = 0; t < 53; ++t) add(5, t / 4);
+  for (int t = 0; t < 7; ++t) add(6 + t * 4, 97 + t);
+  for (int t = 0; t < 30; ++t) add(34, (150 + t) / 4);
+  for (const IndexForm form : kForms) {
+    Problem p(v, kPages * 32, 40, form);
+    compare(p, 20);
+    p.make_coarse();
+    compare(p, 20);
+  }
 }
 TEST(Indexer, LongRows) {
   Visible v;

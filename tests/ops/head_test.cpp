@@ -40,18 +40,20 @@ TEST(Head, LogProbabilitiesMatchFp64) {
 TEST(Head, ExtremeLogits) {
   std::vector<float> logits(20, -1e4f);
   logits[3] = 1e4f;
-  EXPECT_EQ(ops::log_probability(logits.data(), 20, 3), 0);
-  EXPECT_EQ(ops::log_probability(logits.data(), 20, 4), -2e4f);
+  const ops::Normaliser n = ops::normaliser_of(logits);
+  EXPECT_EQ(ops::log_probability(logits[3], n), 0);
+  EXPECT_EQ(ops::log_probability(logits[4], n), -2e4f);
   std::fill(logits.begin(), logits.end(), 88.0f);
-  EXPECT_NEAR(ops::log_probability(logits.data(), 20, 19), -std::log(20.0), 1e-6);
+  EXPECT_NEAR(ops::log_probability(88, ops::normaliser_of(logits)), -std::log(20.0), 1e-6);
 }
 
 TEST(Head, ChunkedPathHasTheBitsOfWholeRows) {
   const Case c = make_case(300, 203, 32, 2);  // more rows than a chunk
   const Tensor chunked = ops::head_logprobs(c.hidden, c.head, c.target);
-  const Tensor logits = ops::head_logits(c.hidden, c.head);
+  const ops::Logits logits = ops::head_logits(c.hidden, c.head);
   for (int r = 0; r < c.rows; ++r) {
-    const float whole = ops::log_probability(logits.f32() + r * c.vocab, c.vocab, c.target[r]);
+    const float whole =
+        ops::log_probability(logits.value.f32()[int64_t{r} * c.vocab + c.target[r]], logits.normaliser[r]);
     ASSERT_EQ(chunked.f32()[r], whole);
     if (r % 37 == 0) {
       const Tensor alone = ops::head_logprobs(c.hidden.rows(r, r + 1), c.head, {c.target[r]});

@@ -129,7 +129,18 @@ inline std::vector<Request> random_work(const ModelConfig& c, const WorkLimits& 
   return work;
 }
 
-// Sizes of steps and of the cache. The cache is just large enough for the longest request, plus a little or a lot.
+// The smallest cache in which the longest request can run alone.
+inline void set_least_pages(EngineOptions& o, const std::vector<Request>& work, const PlanShape& shape) {
+  const int positions = page_positions(shape);
+  o.entry_pages = o.key_pages = 0;
+  for (const Request& r : work) {
+    const int total = static_cast<int>(r.prompt.size()) + std::max(1, r.sampling.max_tokens);
+    o.entry_pages = std::max(o.entry_pages, (total + positions - 1) / positions);
+    o.key_pages = std::max(o.key_pages, most_key_pages(positions, shape.window, o.prefill_chunk, total));
+  }
+}
+
+// Sizes of steps and of the cache, which is the smallest one plus a little or a lot.
 inline EngineOptions random_circumstances(const std::vector<Request>& work, const PlanShape& shape, uint64_t seed) {
   Random g(seed, 2);
   EngineOptions o;
@@ -141,12 +152,7 @@ inline EngineOptions random_circumstances(const std::vector<Request>& work, cons
   o.prefix_cache = g.below(4) > 0;
   static const Tokenizer tokenizer = letters();
   o.tokenizer = tokenizer;
-  const int positions = page_positions(shape);
-  for (const Request& r : work) {
-    const int total = static_cast<int>(r.prompt.size()) + std::max(1, r.sampling.max_tokens);
-    o.entry_pages = std::max(o.entry_pages, (total + positions - 1) / positions);
-    o.key_pages = std::max(o.key_pages, most_key_pages(positions, shape.window, o.prefill_chunk, total));
-  }
+  set_least_pages(o, work, shape);
   const uint32_t more = work.size() > 16 ? 400 : g.below(3) == 0 ? 60 : shape.window > 16 ? 2 : 5;
   o.entry_pages += static_cast<int>(g.below(more)), o.key_pages += static_cast<int>(g.below(more));
   return o;
@@ -210,11 +216,12 @@ inline AdapterBatch adapters_of(const std::vector<Outcome>& outcomes, const Adap
 }
 
 // Numbers of one outcome that differ from those of the training pass; `first` is its first row there.
-inline int mismatches_of(const Outcome& o, int first, const Tensor& logprobs, const Tensor& logits, const Taps& taps) {
+inline int mismatches_of(const Outcome& o, int first, const Tensor& logprobs, const ops::Logits& logits,
+                         const Taps& taps) {
   int bad = 0;
   const int prompt = static_cast<int>(o.request.prompt.size());
   const auto wrong = [&](const TokenLogprob& t, int64_t row) {
-    return t.logprob != ops::log_probability(logits.f32() + row * logits.size(1), logits.size(1), t.id);
+    return t.logprob != ops::log_probability(logits.value.rows(row, row + 1).f32()[t.id], logits.normaliser[row]);
   };
   for (size_t i = 0; i < o.tokens.size(); ++i) {
     const int64_t row = first + prompt - 1 + static_cast<int64_t>(i);
@@ -237,8 +244,7 @@ inline int mismatches_of(const Outcome& o, int first, const Tensor& logprobs, co
 
 // Numbers that the engine gave and the training pass over the finished sequences, packed into one row, does not.
 // Cancelled requests never told which versions of a changing adapter they used; those are left out.
-inline int mismatches(ResidentWeights& m, Numerics n, const std::vector<Outcome>& all,
-                      const AdapterRegistry& registry) {
+inline int mismatches(WeightStore& m, Numerics n, const std::vector<Outcome>& all, const AdapterRegistry& registry) {
   std::vector<Outcome> outcomes;
   std::vector<std::vector<int>> documents;
   for (const Outcome& o : all) {
@@ -250,7 +256,7 @@ inline int mismatches(ResidentWeights& m, Numerics n, const std::vector<Outcome>
   }
   if (documents.empty()) return 0;
   const AdapterBatch adapters = adapters_of(outcomes, registry);
-  const SequencePlan plan = plan_documents(plan_shape(m.model), documents);
+  const SequencePlan plan = plan_documents(plan_shape(m.config()), documents);
   Taps taps;
   taps.choices_only = true;
   ForwardOptions options;
@@ -259,14 +265,14 @@ inline int mismatches(ResidentWeights& m, Numerics n, const std::vector<Outcome>
   std::vector<int> target(plan.token.begin() + 1, plan.token.end());
   target.push_back(0);
   const Tensor logprobs = ops::head_logprobs(hidden, m.outer().head, target);
-  const Tensor logits = ops::head_logits(hidden, m.outer().head);
+  const ops::Logits logits = ops::head_logits(hidden, m.outer().head);
   int bad = 0, first = 0;
   for (size_t d = 0; d < outcomes.size(); first += static_cast<int>(documents[d++].size()))
     bad += mismatches_of(outcomes[d], first, logprobs, logits, taps);
   return bad;
 }
 // The same with a training pass for each sequence alone.
-inline int mismatches_alone(ResidentWeights& m, Numerics n, const std::vector<Outcome>& all,
+inline int mismatches_alone(WeightStore& m, Numerics n, const std::vector<Outcome>& all,
                             const AdapterRegistry& registry) {
   int bad = 0;
   for (const Outcome& o : all) bad += mismatches(m, n, {o}, registry);

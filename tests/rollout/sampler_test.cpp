@@ -29,6 +29,11 @@ std::vector<double> softmax(const std::vector<float>& logits, double temperature
   return p;
 }
 
+GeneratedToken sample(const std::vector<float>& logits, const SamplingParams& s, uint64_t sequence,
+                      const std::vector<int>& tokens) {
+  return sample_token(logits, ops::normaliser_of(logits), s, sequence, tokens, 1);
+}
+
 // A token's rank, and the mass in front of it, by counting the tokens that come before it.
 std::vector<double> truncated(const std::vector<float>& logits, const SamplingParams& s) {
   std::vector<double> p = softmax(logits, s.temperature);
@@ -71,7 +76,7 @@ TEST(Sampler, DrawsFromTheTruncatedDistribution) {
     if (seed % 5 == 4) s.min_p = 0.1f;
     const std::vector<double> expected = truncated(logits, s);
     std::vector<int> count(kVocab);
-    for (int i = 0; i < draws; ++i) ++count[sample_token(logits, s, i, tokens, 1).id];
+    for (int i = 0; i < draws; ++i) ++count[sample(logits, s, i, tokens).id];
     for (int v = 0; v < kVocab; ++v) {
       EXPECT_TRUE(expected[v] > 0 || count[v] == 0) << seed << " token " << v;
       // Six standard deviations of a binomial: fixed seeds, so it passes always or never.
@@ -81,13 +86,39 @@ TEST(Sampler, DrawsFromTheTruncatedDistribution) {
   }
 }
 
+// Blocks of 256 weights are added up on their own: one of them without any weight, the last one cut.
+TEST(Sampler, DrawsFromEverywhereInALargeVocabulary) {
+  const int vocab = 1000, draws = 20000, group = 50;
+  Random g(77);
+  std::vector<float> logits(vocab);
+  for (float& l : logits) l = 2 * g.normal();
+  std::fill(logits.begin() + 200, logits.begin() + 550, -1e4f);
+  for (const float temperature : {1.0f, 0.5f}) {
+    SamplingParams s;
+    s.temperature = temperature;
+    const std::vector<double> p = softmax(logits, temperature);
+    std::vector<int> count(vocab / group);
+    for (int i = 0; i < draws; ++i) ++count[sample(logits, s, i, {1}).id / group];
+    for (int k = 0; k < vocab / group; ++k) {
+      double expected = 0;
+      for (int v = k * group; v < (k + 1) * group; ++v) expected += p[v];
+      const double tolerance = 6 * std::sqrt(draws * expected * (1 - expected));  // as above
+      EXPECT_NEAR(count[k], draws * expected, tolerance) << "tokens from " << k * group;
+    }
+  }
+}
+
+TEST(Sampler, NoTokenIsMadeOfNaN) {
+  EXPECT_THROW(sample(std::vector<float>(kVocab, std::nanf("")), {}, 0, {1}), Error);
+}
+
 TEST(Sampler, RandomNumbersDependOnSeedSequenceAndPosition) {
   const std::vector<float> flat(kVocab, 0.0f);
   const auto ids = [&](uint64_t seed, uint64_t sequence, size_t length) {
     SamplingParams s;
     s.seed = seed;
     std::vector<int> drawn, tokens(length, 1);
-    for (int i = 0; i < 20; ++i, tokens.push_back(1)) drawn.push_back(sample_token(flat, s, sequence, tokens, 1).id);
+    for (int i = 0; i < 20; ++i, tokens.push_back(1)) drawn.push_back(sample(flat, s, sequence, tokens).id);
     return drawn;
   };
   EXPECT_EQ(ids(1, 2, 3), ids(1, 2, 3));
@@ -101,7 +132,7 @@ TEST(Sampler, RecordsTheModelsOwnLogProbabilities) {
   const std::vector<double> p = softmax(logits, 1);
   SamplingParams s;
   s.temperature = 0.3f, s.top_k = 2, s.logit_bias = {{5, 100.0f}}, s.top_logprobs = 4, s.presence_penalty = 2;
-  const GeneratedToken t = sample_token(logits, s, 0, std::vector<int>{1, 2}, 1);
+  const GeneratedToken t = sample(logits, s, 0, std::vector<int>{1, 2});
   EXPECT_EQ(t.id, 5);
   EXPECT_NEAR(t.logprob, std::log(p[5]), 1e-5);  // FP32 result
   ASSERT_EQ(t.top.size(), 4u);
@@ -124,13 +155,13 @@ TEST(Sampler, RecordsWhatIsDrawnFromWhereAsked) {
     if (seed % 4 >= 2) s.top_p = 0.8f;
     if (seed % 5 == 4) s.min_p = 0.1f;
     const std::vector<double> expected = truncated(logits, s);
-    const GeneratedToken t = sample_token(logits, s, 0, std::vector<int>{1}, 1);
+    const GeneratedToken t = sample(logits, s, 0, std::vector<int>{1});
     EXPECT_NEAR(t.logprob, std::log(expected[t.id]), 1e-5);  // FP32 result
     EXPECT_EQ(t.top.size(),
               static_cast<size_t>(std::count_if(expected.begin(), expected.end(), [](double p) { return p > 0; })));
     for (const TokenLogprob& top : t.top) EXPECT_NEAR(top.logprob, std::log(expected[top.id]), 1e-5);
     s.temperature = 0;
-    EXPECT_EQ(sample_token(logits, s, 0, std::vector<int>{1}, 1).logprob, 0);
+    EXPECT_EQ(sample(logits, s, 0, std::vector<int>{1}).logprob, 0);
   }
 }
 
@@ -143,7 +174,7 @@ TEST(Sampler, TheMostLikelyAreThoseOfASort) {
     std::vector<int> order(logits.size());
     for (size_t v = 0; v < order.size(); ++v) order[v] = static_cast<int>(v);
     std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return logits[a] > logits[b]; });
-    const auto top = top_logprobs(logits, 100);
+    const auto top = top_logprobs(logits, ops::normaliser_of(logits), 100);
     for (int i = 0; i < 100; ++i) EXPECT_EQ(top[i].id, order[i]);
     SamplingParams s;
     s.top_p = 0.9f, s.processed_logprobs = true, s.top_logprobs = 100;
@@ -151,7 +182,7 @@ TEST(Sampler, TheMostLikelyAreThoseOfASort) {
     for (float l : logits) total += std::exp(static_cast<double>(l));
     size_t kept = 0;
     while (sum < static_cast<double>(s.top_p) * total) sum += std::exp(static_cast<double>(logits[order[kept++]]));
-    const GeneratedToken t = sample_token(logits, s, 0, std::vector<int>{1}, 1);
+    const GeneratedToken t = sample(logits, s, 0, std::vector<int>{1});
     EXPECT_GT(kept, 256u);
     EXPECT_NEAR(t.top[0].logprob, logits[order[0]] - std::log(sum), 1e-5);  // FP32 result
     EXPECT_LE(std::find(order.begin(), order.end(), t.id) - order.begin(), static_cast<ptrdiff_t>(kept));
@@ -161,7 +192,7 @@ TEST(Sampler, TheMostLikelyAreThoseOfASort) {
 TEST(Sampler, TiesGoToTheLowerId) {
   SamplingParams s;
   s.temperature = 0, s.top_logprobs = 3;
-  const GeneratedToken t = sample_token(std::vector<float>{0, 2, 1, 2, 2, 0}, s, 0, std::vector<int>{1}, 1);
+  const GeneratedToken t = sample(std::vector<float>{0, 2, 1, 2, 2, 0}, s, 0, std::vector<int>{1});
   EXPECT_EQ(t.id, 1);
   EXPECT_EQ(t.top[1].id, 3);
   EXPECT_EQ(t.top[2].id, 4);
@@ -182,9 +213,9 @@ TEST(Sampler, NoStopTokenBeforeMinTokens) {
   SamplingParams s;
   s.temperature = 0, s.min_tokens = 2, s.stop_tokens = {1};
   const std::vector<float> logits = {0, 5, 1};
-  EXPECT_EQ(sample_token(logits, s, 0, std::vector<int>{0}, 1).id, 2);
-  EXPECT_EQ(sample_token(logits, s, 0, std::vector<int>{0, 2}, 1).id, 2);
-  EXPECT_EQ(sample_token(logits, s, 0, std::vector<int>{0, 2, 2}, 1).id, 1);
+  EXPECT_EQ(sample(logits, s, 0, std::vector<int>{0}).id, 2);
+  EXPECT_EQ(sample(logits, s, 0, std::vector<int>{0, 2}).id, 2);
+  EXPECT_EQ(sample(logits, s, 0, std::vector<int>{0, 2, 2}).id, 1);
 }
 
 }  // namespace

@@ -42,7 +42,7 @@ void run(const std::string& folder, const std::string& list, const std::string& 
   o.numerics = numerics_from_name(numerics);
   o.keep = Keep::streams;
   const ForwardResult r = forward(*store, plan, o);
-  out.emplace_back("logits", ops::head_logits(r.hidden, store->outer().head));
+  out.emplace_back("logits", ops::head_logits(r.hidden, store->outer().head).value);
   const int64_t n = static_cast<int64_t>(ids.size());
   std::vector<int> target(ids.begin() + 1, ids.end());
   target.push_back(0);

@@ -52,7 +52,7 @@ TEST(Step, LossIsTheMeanOverTokensAlone) {
     ForwardOptions o;
     o.numerics = Numerics::fp32;
     o.adapters = &t->adapters;
-    const Tensor logits = ops::head_logits(forward(*t->weights, plan, o).hidden, t->weights->outer().head);
+    const Tensor logits = ops::head_logits(forward(*t->weights, plan, o).hidden, t->weights->outer().head).value;
     for (size_t k = 1; k < samples[i].tokens.size(); ++k) {
       if (!samples[i].mask[k]) continue;
       const float* row = logits.f32() + (k - 1) * c.vocab_size;

@@ -19,8 +19,13 @@ __device__ __forceinline__ float exponential(float x) {  // relative error 2^-22
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(__fmul_rn(x, 1.4426950408889634f)));
   return e;
 }
+// As on the host (ops/head.h): sampling applies it there, to the token that it draws.
 __device__ __forceinline__ float log_probability_of(float logit, const Normaliser& n) {
-  return __fsub_rn(__fsub_rn(logit, n.maximum), n.logarithm);
+  return __double2float_rn(__dsub_rn(__dsub_rn(logit, n.maximum), n.logarithm));
+}
+// For gradients, which are rounded to bf16.
+__device__ __forceinline__ float probability_of(float logit, const Normaliser& n) {
+  return exponential(__fsub_rn(__fsub_rn(logit, n.maximum), n.logarithm));
 }
 
 // ---- Forward: what a tile of 256 logits contributes ----------------------------------------------------------------
@@ -132,7 +137,7 @@ struct Differentiate {
     for (int i = 0; i < 128; ++i) {
       const int half = i / 2 % 2;
       const float hit = offset[half] == i / 4 * 8 + i % 2 ? 1.0f : 0.0f;
-      d[i] = __fmul_rn(factor[half], __fsub_rn(hit, exponential(log_probability_of(d[i], n[half]))));
+      d[i] = __fmul_rn(factor[half], __fsub_rn(hit, probability_of(d[i], n[half])));
     }
     wide_product::write_bf16_rows(d, s, place, gradient);
   }

@@ -2,7 +2,7 @@
 //   score[t, s] = sum_h w[t, h] * max(0, q[t, h] . keys[s])        64 heads of 128; FP32 from the products on
 //   selected[t] = the min(topk, visible) entries of the highest score, listed in order of position; equal scores: the
 //                 earlier entry; NaN ranks last
-// Rows are taken in groups, whose visible entries are united and cut into tiles of 64; scores of some groups at a time
+// Rows are taken in groups, whose visible entries are cut into tiles of 64; scores of some groups at a time
 // live in a workspace of bounded size, never a [rows, entries] tensor. A score depends on its row and entry alone, so a
 // row's selection does not depend on its group. docs/kernels/indexer.md.
 #pragma once
@@ -51,7 +51,8 @@ struct IndexGroups {
   std::vector<uint64_t> visible;   // [tiles, group_rows]: bit i: the row sees entry tile_first + i
   std::vector<int> visible_count;  // [rows]
 };
-// begin [rows + 1]: row t sees range[begin[t]] .. range[begin[t + 1] - 1], ascending and disjoint.
+// begin [rows + 1]: row t sees range[begin[t]] .. range[begin[t + 1] - 1], disjoint and in order of position, which need
+// not be that of the entries: pages of a cache lie anywhere.
 // group_rows: 8 or 1; 0 = whichever costs less.
 IndexGroups make_index_groups(const std::vector<int>& begin, const std::vector<IndexRange>& range, int group_rows = 0);
 

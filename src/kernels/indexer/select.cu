@@ -161,19 +161,53 @@ cudaError_t launch_select(const IndexSelection& s, int first_group, int last_gro
   return rows <= kFewRows ? launch(select_kernel<512, true>, 512) : launch(select_kernel<256, true>, 256);
 }
 
-// The union of some rows' ranges.
-std::vector<IndexRange> unite(const std::vector<int>& begin, const std::vector<IndexRange>& range, int first,
-                              int last) {
-  std::vector<IndexRange> all(range.begin() + begin[first], range.begin() + begin[last]), united;
-  std::sort(all.begin(), all.end(), [](const IndexRange& a, const IndexRange& b) { return a.first < b.first; });
-  for (const IndexRange& r : all) {
-    if (r.first == r.last) continue;
-    if (!united.empty() && r.first <= united.back().last)
-      united.back().last = std::max(united.back().last, r.last);
-    else
-      united.push_back(r);
+// ---- Groups (host)
+// ----------------------------------------------------------------------------------------------------
+using Ranges = std::vector<IndexRange>;
+
+// Whether one list of ranges is the other one, cut off somewhere: what rows of one sequence see.
+bool same_path(const Ranges& a, const Ranges& b) {
+  const size_t common = std::min(a.size(), b.size());
+  for (size_t i = 0; i < common; ++i) {
+    const bool a_ends = i + 1 == a.size(), b_ends = i + 1 == b.size();
+    if (a[i].first != b[i].first || (!a_ends && b[i].last > a[i].last) || (!b_ends && a[i].last > b[i].last) ||
+        (!a_ends && !b_ends && a[i].last != b[i].last))
+      return false;
   }
-  return united;
+  return true;
+}
+const Ranges& longer(const Ranges& a, const Ranges& b) {
+  if (a.size() != b.size()) return a.size() > b.size() ? a : b;
+  return a.empty() || a.back().last > b.back().last ? a : b;
+}
+
+Ranges ranges_of(const std::vector<int>& begin, const std::vector<IndexRange>& range, int row) {
+  Ranges ranges(range.begin() + begin[row], range.begin() + begin[row + 1]);
+  std::erase_if(ranges, [](const IndexRange& r) { return r.first == r.last; });
+  return ranges;
+}
+
+// Appends the tiles of rows first .. last - 1, which are on one path: those of the row that sees most, in its order, so
+// that columns are in order of position wherever the entries lie.
+void add_path(IndexGroups& g, const std::vector<Ranges>& rows, int first, int last, int group_begin) {
+  const Ranges* most = &rows[first - group_begin];
+  for (int row = first + 1; row < last; ++row) most = &longer(*most, rows[row - group_begin]);
+  std::vector<int> tile_of;  // of each range
+  for (const IndexRange& r : *most) {
+    tile_of.push_back(static_cast<int>(g.tile_first.size()));
+    for (int entry = r.first; entry < r.last; entry += kIndexTile) g.tile_first.push_back(entry);
+  }
+  g.visible.resize(g.tile_first.size() * g.group_rows, 0);
+  for (int row = first; row < last; ++row) {
+    const Ranges& ranges = rows[row - group_begin];
+    for (size_t i = 0; i < ranges.size(); ++i) {
+      g.visible_count[row] += ranges[i].last - ranges[i].first;
+      for (int entry = ranges[i].first, tile = tile_of[i]; entry < ranges[i].last; entry += kIndexTile, ++tile) {
+        const int count = std::min(ranges[i].last - entry, kIndexTile);
+        g.visible[static_cast<size_t>(tile) * g.group_rows + row - group_begin] = ~uint64_t{0} >> (64 - count);
+      }
+    }
+  }
 }
 
 IndexGroups make_groups(const std::vector<int>& begin, const std::vector<IndexRange>& range, int group_rows) {
@@ -183,24 +217,17 @@ IndexGroups make_groups(const std::vector<int>& begin, const std::vector<IndexRa
   g.visible_count.assign(g.rows, 0);
   g.tile_begin.push_back(0);
   for (int first = 0; first < g.rows; first += group_rows) {
-    const int last = std::min(g.rows, first + group_rows), first_tile = g.tile_begin.back();
-    for (const IndexRange& r : unite(begin, range, first, last))
-      for (int entry = r.first; entry < r.last; entry += kIndexTile) g.tile_first.push_back(entry);
-    g.tile_begin.push_back(static_cast<int>(g.tile_first.size()));
-    g.visible.resize(g.tile_first.size() * group_rows, 0);
-    for (int row = first; row < last; ++row) {
-      int tile = first_tile;  // ranges and tiles ascend together
-      for (int i = begin[row]; i < begin[row + 1]; ++i) {
-        g.visible_count[row] += range[i].last - range[i].first;
-        for (int entry = range[i].first; entry < range[i].last;) {
-          while (entry >= g.tile_first[tile] + kIndexTile) ++tile;
-          const int from = entry - g.tile_first[tile], to = std::min(range[i].last - g.tile_first[tile], kIndexTile);
-          const uint64_t low = to == 64 ? ~uint64_t{0} : (uint64_t{1} << to) - 1;
-          g.visible[static_cast<size_t>(tile) * group_rows + row - first] |= low & ~((uint64_t{1} << from) - 1);
-          entry = g.tile_first[tile] + to;
-        }
-      }
+    const int last = std::min(g.rows, first + group_rows);
+    std::vector<Ranges> rows;
+    for (int row = first; row < last; ++row) rows.push_back(ranges_of(begin, range, row));
+    for (int path = first; path < last;) {
+      const Ranges* most = &rows[path - first];
+      int end = path + 1;
+      for (; end < last && same_path(*most, rows[end - first]); ++end) most = &longer(*most, rows[end - first]);
+      add_path(g, rows, path, end, first);
+      path = end;
     }
+    g.tile_begin.push_back(static_cast<int>(g.tile_first.size()));
   }
   return g;
 }

@@ -91,7 +91,7 @@ RoutedBackward mixture_backward(const Tensor& d_sum, const Tensor& x, const Rout
                                 const MixtureSaved& saved);
 
 // head.cpp; logits and log-probabilities are host tensors, what the layers above read
-Tensor head_logits(const Tensor& hidden, const Linear& head);
+Logits head_logits(const Tensor& hidden, const Linear& head);
 Tensor head_logprobs(const Tensor& hidden, const Linear& head, const std::vector<int>& target);
 Tensor head_logprobs_backward(const Tensor& d_logprob, const Tensor& hidden, const Linear& head,
                               const std::vector<int>& target, const Tensor& d_head, Tensor* logprobs);

@@ -33,14 +33,18 @@ LogProbabilities log_probabilities(const Tensor& hidden, const Linear& head, con
 
 }  // namespace
 
-Tensor head_logits(const Tensor& hidden, const Linear& head) {
+Logits head_logits(const Tensor& hidden, const Linear& head) {
   const int rows = rows_of(hidden);
-  if (rows == 0) return Tensor::empty({0, head.out});
+  if (rows == 0) return {Tensor::empty({0, head.out}), {}};
   const Tensor logits = empty({rows, head.out}, DType::f32), normaliser = empty({rows, 2}, DType::f32);
   const Tensor memory = workspace(hd::workspace_bytes(rows, head.out));
   hd::logits(bf16(hidden), rows, weight_of(head), f32(logits), reinterpret_cast<hd::Normaliser*>(normaliser.raw()),
              memory.raw(), kStream);
-  return to_host(logits);
+  Logits result{staging(logits.shape()), {}};  // 132 MB for 256 rows of Flash
+  copy_bytes(result.value, logits);
+  const Tensor pairs = to_host(normaliser);
+  for (int r = 0; r < rows; ++r) result.normaliser.push_back({pairs.f32()[2 * r], pairs.f32()[2 * r + 1]});
+  return result;
 }
 
 Tensor head_logprobs(const Tensor& hidden, const Linear& head, const std::vector<int>& target) {
