@@ -15,6 +15,7 @@
 #include "cli/network.h"
 #include "cli/session.h"
 #include "model/adapter_files.h"
+#include "ops/device.h"
 #include "rollout/cache_size.h"
 
 namespace plumb::cli {
@@ -26,7 +27,7 @@ struct Arguments {
   std::string served_name;
   NetworkArguments network;
   serve::ServerOptions server;
-  size_t memory = size_t{1} << 30;
+  size_t memory = 0;
   int max_queue = 2048, max_positions = 0, default_tokens = 0;
   int max_choices = 128, max_logprobs = 20;
   bool strict_fields = false;
@@ -78,6 +79,16 @@ serve::ServedModel served_model(const Arguments& a, const ModelSession& s) {
   return m;
 }
 
+// What was not asked for. A GPU reads its weights once a step, for however many answers.
+void set_sizes(Arguments& a, const WeightStore& weights) {
+  constexpr int64_t kGigabyte = int64_t{1} << 30, kForStep = 8 * kGigabyte;  // what a step computes in
+  const bool gpu = weights.space() == Space::device;
+  EngineOptions& e = a.server.engine;
+  if (e.max_running == 0) e.max_running = gpu ? 256 : 16;
+  if (e.prefill_chunk == 0) e.prefill_chunk = gpu ? 1024 : 256;
+  if (a.memory == 0) a.memory = gpu ? std::max(kGigabyte, (ops::free_device_memory() - kForStep) / 4 * 3) : kGigabyte;
+}
+
 void serve_model(Arguments& a) {
   raise_file_limit();
   const ModelSession s = open_model(a.model);
@@ -85,7 +96,8 @@ void serve_model(Arguments& a) {
   serve::ServerOptions& o = a.server;
   o.engine.numerics = s.numerics;
   o.engine.tokenizer = s.tokenizer;
-  fit_cache(o.engine, s.weights->config(), static_cast<int64_t>(a.memory), model.max_positions);
+  set_sizes(a, *s.weights);
+  fit_cache(o.engine, s.weights->config(), static_cast<int64_t>(a.memory), model.max_positions, s.weights->space());
   o.engine.token_budget = o.engine.max_running + 4 * o.engine.prefill_chunk;
   o.queue.max_open = o.engine.max_running + a.max_queue;
   o.queue.timeout = milliseconds(a.timeout);
@@ -128,14 +140,17 @@ std::function<void()> setup_serve(CLI::App& app) {
 
   auto& engine = a->server.engine;
   const std::string limits = "Engine and limits";
-  app.add_option("--memory", a->memory, "bytes of the cache, also with a suffix: 8GB")
+  engine.max_running = engine.prefill_chunk = 0;
+  app.add_option("--memory", a->memory,
+                 "bytes of the cache, also with a suffix: 8GB; 0 = 1GB, on a GPU most of what the weights leave")
       ->transform(CLI::AsSizeValue(false))
       ->group(limits);
-  app.add_option("--max-running", engine.max_running, "answers that are written side by side")
-      ->check(CLI::Range(1, 4096))
+  app.add_option("--max-running", engine.max_running, "answers that are written side by side, 0 = 16, on a GPU 256")
+      ->check(CLI::Range(0, 4096))
       ->group(limits);
-  app.add_option("--prefill-chunk", engine.prefill_chunk, "prompt tokens of one request in a step")
-      ->check(CLI::PositiveNumber)
+  app.add_option("--prefill-chunk", engine.prefill_chunk,
+                 "prompt tokens of one request in a step, 0 = 256, on a GPU 1024")
+      ->check(CLI::NonNegativeNumber)
       ->group(limits);
   app.add_option("--max-queue", a->max_queue, "answers that wait; more are refused with 429")
       ->check(CLI::NonNegativeNumber)

@@ -84,6 +84,14 @@ DeviceStatus open_device() {
 #endif
 }
 
+int64_t free_device_memory() {
+#ifdef PLUMB_HAS_CUDA
+  return gpu::free_device_memory();
+#else
+  return 0;
+#endif
+}
+
 Linear upload_linear(const Linear& w, const std::string& name) {
   if (!is_packed(w)) return {to_device(w.data), {}, w.format, w.out, w.in};
   gl::PackReport report;

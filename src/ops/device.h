@@ -1,5 +1,6 @@
 // The GPU, seen from the rooms above: whether there is one, and weights in the form in which its kernels read them.
 #pragma once
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -14,6 +15,8 @@ struct DeviceStatus {
 };
 // Looks for a GPU with compute capability 9.0 (Hopper); the first call makes its memory available to tensors.
 DeviceStatus open_device();
+// Bytes of an open device that nobody has asked for.
+int64_t free_device_memory();
 
 // Weights on the device. FP8 and FP4 matrices are packed for kernels/grouped_linear; bf16 and FP32 ones are copied.
 // Errors name the matrix: FP4 scales that span more exponents than the kernels' e4m3 operands can hold, NaNs, sizes

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "base/error.h"
+#include "ops/indexer.h"
 
 namespace plumb {
 namespace {
@@ -14,27 +15,29 @@ std::string megabytes(int64_t bytes) { return std::to_string((bytes + 999'999) /
 
 }  // namespace
 
-CacheBytes cache_bytes(const ModelConfig& c) {
+CacheBytes cache_bytes(const ModelConfig& c, Space space) {
   const PlanShape shape = plan_shape(c);
   const int64_t positions = page_positions(shape);
+  const int64_t key = c.head_dim * (space == Space::device ? sizeof(uint16_t) : kFloat);  // as make_cache has them
+  const Tensor index_keys = ops::empty_index_keys(0, c.index_head_dim, space);
+  const int64_t index_key = index_keys.size(1) * dtype_size(index_keys.dtype());
   CacheBytes b;
   for (int layer = 0; layer < c.num_hidden_layers; ++layer) {
-    b.key_page += positions * c.head_dim * kFloat;
+    b.key_page += positions * key;
     if (c.kind(layer) == LayerKind::csa) {
       const int64_t pending = 2 * 2 * (c.head_dim + c.index_head_dim);  // floats a row: two windows, values and gates
-      b.entry_page +=
-          (positions / shape.csa_ratio * (c.head_dim + c.index_head_dim) + shape.csa_ratio * pending) * kFloat;
+      b.entry_page += positions / shape.csa_ratio * (key + index_key) + shape.csa_ratio * pending * kFloat;
       b.lane += 2 * shape.csa_ratio * pending * kFloat;
     } else if (c.kind(layer) == LayerKind::hca) {
-      b.entry_page += positions / shape.hca_ratio * c.head_dim * kFloat;
+      b.entry_page += positions / shape.hca_ratio * key;
       b.lane += shape.hca_ratio * 2 * c.head_dim * kFloat;
     }
   }
   return b;
 }
 
-void fit_cache(EngineOptions& o, const ModelConfig& config, int64_t budget, int longest) {
-  const CacheBytes bytes = cache_bytes(config);
+void fit_cache(EngineOptions& o, const ModelConfig& config, int64_t budget, int longest, Space space) {
+  const CacheBytes bytes = cache_bytes(config, space);
   const PlanShape shape = plan_shape(config);
   const int positions = page_positions(shape);
   const auto keys = [&](int length) { return most_key_pages(positions, shape.window, o.prefill_chunk, length); };

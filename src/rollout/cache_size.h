@@ -13,12 +13,13 @@ struct CacheBytes {
     return o.key_pages * key_page + o.entry_pages * entry_page + o.max_running * lane;
   }
 };
-CacheBytes cache_bytes(const ModelConfig& config);
+CacheBytes cache_bytes(const ModelConfig& config, Space space = Space::host);
 
 // Sets key_pages and entry_pages so that the cache takes at most `budget` bytes: room for one request of `longest`
 // tokens (prompt and answer) first, then for max_running of them as long as they can be, then for prefixes. Error: the
 // budget is too small for one request, or for the lanes (says how much it takes).
-void fit_cache(EngineOptions& options, const ModelConfig& config, int64_t budget, int longest);
+void fit_cache(EngineOptions& options, const ModelConfig& config, int64_t budget, int longest,
+               Space space = Space::host);
 
 // The cache that an engine with these options has.
 KvCache make_engine_cache(const ModelConfig& config, const EngineOptions& options, Space space = Space::host);

@@ -4,6 +4,7 @@
 
 #include "flash_model.h"
 #include "memory/device_weights.h"
+#include "rollout/cache_size.h"
 #include "rollout/engine_testing.h"
 
 namespace plumb {
@@ -80,6 +81,22 @@ TEST(EngineGpu, LogProbabilitiesHaveTheBitsOfTraining) {
   EXPECT_GT(t.hits, 10);
   EXPECT_GT(t.switches, 3);
   EXPECT_GT(t.replayed, 100);
+}
+
+TEST(EngineGpu, TheCacheTakesWhatIsSaid) {
+  EngineOptions o;
+  o.max_running = 5, o.prefill_chunk = 100;
+  const int64_t budget = int64_t{3} << 26;
+  fit_cache(o, flash_config(), budget, 1000, Space::device);
+  int64_t bytes = 0;
+  for (const LayerCache& l : make_engine_cache(flash_config(), o, Space::device).layers)
+    for (const Tensor* t :
+         {&l.keys, &l.index_keys, &l.pending_kv, &l.pending_gate, &l.index_pending_kv, &l.index_pending_gate})
+      bytes += static_cast<int64_t>(t->bytes());
+  const CacheBytes expected = cache_bytes(flash_config(), Space::device);
+  EXPECT_EQ(bytes, expected.total(o));
+  EXPECT_LE(bytes, budget);
+  EXPECT_GT(bytes, budget - expected.key_page - expected.entry_page);
 }
 
 TEST(EngineGpu, APlantedErrorIsFound) {

@@ -109,4 +109,10 @@ DeviceStatus open_device() {
   return status;
 }
 
+int64_t free_device_memory() {
+  size_t free = 0, total = 0;
+  check(cudaMemGetInfo(&free, &total), "asking for free memory");
+  return static_cast<int64_t>(free);
+}
+
 }  // namespace plumb::ops::gpu

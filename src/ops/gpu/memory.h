@@ -5,5 +5,6 @@
 namespace plumb::ops::gpu {
 
 DeviceStatus open_device();
+int64_t free_device_memory();
 
 }  // namespace plumb::ops::gpu
