@@ -34,11 +34,14 @@ std::shared_ptr<AdapterRegistry> flash_registry() {
 }
 
 // Pages of 128 positions, prompts that end around up to three of them.
-std::vector<Request> flash_work(uint64_t seed) {
+std::vector<Request> flash_work(uint64_t seed, bool crowded) {
   WorkLimits limits;
   limits.page = 128, limits.most = 7, limits.most_tokens = 40, limits.adapters = kAdapters;
   std::vector<Request> work = random_work(flash_config(), limits, seed);
-  for (Request& r : work) r.stop_strings.clear();  // the model's vocabulary has no text
+  for (Request& r : work) {
+    r.stop_strings.clear();                                                       // the model's vocabulary has no text
+    if (crowded) r.prompt.resize(118 + seed % 9, 5), r.sampling.max_tokens = 40;  // all reach a second page
+  }
   return work;
 }
 
@@ -50,10 +53,11 @@ Totals run(uint64_t first, uint64_t count, const std::function<void(SequencePlan
   const ModelConfig c = flash_config();
   Totals totals;
   for (uint64_t seed = first; seed < first + count; ++seed) {
-    const std::vector<Request> work = flash_work(seed);
+    const bool crowded = seed % 3 == 0;  // many at a time in a cache for few: they drive each other out
+    const std::vector<Request> work = flash_work(seed, crowded);
     EngineOptions o = random_circumstances(work, plan_shape(c), seed);
     o.numerics = Numerics::released, o.tokenizer.reset(), o.edit_plan = edit_plan;
-    if (seed % 3 == 0) {  // many at a time in a cache for few: they drive each other out
+    if (crowded) {
       o.max_running = 8, o.token_budget = std::max(o.token_budget, 64);
       set_least_pages(o, work, plan_shape(c));
     }
