@@ -5,9 +5,11 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
 #include <filesystem>
 #include <map>
 #include <sstream>
+#include <thread>
 
 #include "base/error.h"
 #include "base/files.h"
@@ -34,12 +36,18 @@ std::map<std::string, std::string> values_by_key(const RunConfig& config) {
 }
 
 // Two runs in one folder would mix their metrics and remove each other's checkpoints. The system lets go of the lock
-// when the process ends, however it does. A file system without locks is not an error.
+// when the process ends, however it does: one that was killed while it used a GPU takes seconds to. A file system
+// without locks is not an error.
 std::shared_ptr<void> lock_folder(const std::string& path) {
+  constexpr std::chrono::milliseconds kPatience{5000}, kStep{50};
   const int fd = ::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  const bool taken = fd >= 0 && ::flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
   std::shared_ptr<void> lock(nullptr, [fd](void*) { ::close(fd); });
-  if (taken) fail(path, "is in use by another run", "wait for it, stop it, or choose another output.dir");
+  const auto taken = [fd] { return fd >= 0 && ::flock(fd, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK; };
+  for (auto waited = 0 * kStep; taken(); waited += kStep) {
+    if (waited >= kPatience)
+      fail(path, "is in use by another run", "wait for it, stop it, or choose another output.dir");
+    std::this_thread::sleep_for(kStep);
+  }
   return lock;
 }
 

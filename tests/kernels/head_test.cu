@@ -60,6 +60,9 @@ double log_of_sum(const double* logits, int vocabulary) {
 // times (2^-24 of it on average), and a few FP32 roundings of numbers of that size.
 double score_bound(const Data& d) { return 20 * (d.width / 16 + 10) * std::ldexp(1.0, -24); }
 
+// What the sampler, on the host, makes of a logit.
+float on_host(float logit, const Normaliser& n) { return static_cast<float>(double{logit} - n.maximum - n.logarithm); }
+
 void check_scores(const Data& d) {
   const Reference expected = d.reference();
   const Scores s = score(d, 0, d.rows);
@@ -79,7 +82,7 @@ void check_scores(const Data& d) {
     ASSERT_EQ(n[r].maximum, s.normaliser[r].maximum);
     ASSERT_EQ(n[r].logarithm, s.normaliser[r].logarithm);
     const float logit = l[static_cast<size_t>(r) * d.vocabulary + d.targets[r]];
-    ASSERT_EQ(logit - n[r].maximum - n[r].logarithm, s.log_probability[r]) << "row " << r;
+    ASSERT_EQ(on_host(logit, n[r]), s.log_probability[r]) << "row " << r;
   }
   for (const int count : {1, 5, std::min(kMostBest, d.vocabulary)}) {
     Buffer<int> token(d.rows * count);
@@ -95,7 +98,7 @@ void check_scores(const Data& d) {
       std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return row[a] > row[b]; });
       for (int j = 0; j < count; ++j) {
         ASSERT_EQ(t[r * count + j], order[j]) << "row " << r << " place " << j;
-        ASSERT_EQ(p[r * count + j], row[order[j]] - n[r].maximum - n[r].logarithm);
+        ASSERT_EQ(p[r * count + j], on_host(row[order[j]], n[r]));
       }
     }
   }

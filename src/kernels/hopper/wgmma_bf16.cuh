@@ -33,6 +33,24 @@ __device__ __forceinline__ uint64_t tile_descriptor(uint32_t address, uint32_t p
 #define PLUMB_D64(d, i) PLUMB_D32(d, i), PLUMB_D32(d, i + 32)
 
 template <int kMajorA, int kMajorB>
+__device__ __forceinline__ void wgmma(float (&d)[4], uint64_t a, uint64_t b, bool accumulate) {  // n = 8
+  asm volatile(
+      "{\n .reg .pred p;\n setp.ne.b32 p, %6, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, p, 1, 1, %7, %8;\n}"
+      : PLUMB_D4(d, 0)
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kMajorA), "n"(kMajorB));
+}
+template <int kMajorA, int kMajorB>
+__device__ __forceinline__ void wgmma(float (&d)[16], uint64_t a, uint64_t b, bool accumulate) {  // n = 32
+  asm volatile(
+      "{\n .reg .pred p;\n setp.ne.b32 p, %18, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+      "}, %16, %17, p, 1, 1, %19, %20;\n}"
+      : PLUMB_D16(d, 0)
+      : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)), "n"(kMajorA), "n"(kMajorB));
+}
+template <int kMajorA, int kMajorB>
 __device__ __forceinline__ void wgmma(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {  // n = 64
   asm volatile(
       "{\n .reg .pred p;\n setp.ne.b32 p, %34, 0;\n"

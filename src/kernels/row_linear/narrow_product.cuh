@@ -119,11 +119,17 @@ void launch(const uint16_t* x, const uint16_t* weight, const Shape& s, const Epi
     launch_with_shared(narrow_kernel<kRows, kPairs, Epilogue>, blocks, kThreads, Memory<kRows, kPairs>::kBytes, stream,
                        map(weight, s.n, s.k, kOutputs), map(x, s.rows, s.n / s.group_n * s.k, kRows), s, epilogue);
   };
-  const bool pairs = blocks > multiprocessors();
-  if (s.rows <= 64)
-    pairs ? run.template operator()<64, true>() : run.template operator()<64, false>();
+  const auto with_rows = [&]<int kRows>() {
+    blocks > multiprocessors() ? run.template operator()<kRows, true>() : run.template operator()<kRows, false>();
+  };
+  if (s.rows <= 8)
+    with_rows.template operator()<8>();
+  else if (s.rows <= 32)
+    with_rows.template operator()<32>();
+  else if (s.rows <= 64)
+    with_rows.template operator()<64>();
   else
-    pairs ? run.template operator()<128, true>() : run.template operator()<128, false>();
+    with_rows.template operator()<128>();
 }
 
 }  // namespace plumb::kernels::narrow_product
