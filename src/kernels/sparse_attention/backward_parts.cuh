@@ -1,4 +1,4 @@
-// The small kernels around backward.cu's main kernel: D = rowsum(dO * o), d_sink, and the scale of the fixed-point sums
+// The small kernels around backward.cu's main kernel: d_sink, and the scale of the fixed-point sums
 // with its proof that nothing overflowed.
 //
 // The scale. A dkv element is a sum of terms, one for each item that has the key, each rounded to an integer after
@@ -10,8 +10,7 @@
 // All of it is integer arithmetic or a maximum, so the choice is the same in every run.
 #pragma once
 
-#include <climits>
-
+#include "kernels/hopper/numbers.cuh"
 #include "kernels/sparse_attention/tile.cuh"
 
 namespace plumb::kernels::attention {
@@ -25,7 +24,7 @@ constexpr double kLargestSum = 2147483648.0 * 0.999,
 struct Control {
   uint32_t run;                      // the next pass of the main kernel is needed
   float scale;                       // of its fixed-point sums, a power of two
-  uint32_t largest_input;            // bits of max |dO|
+  uint32_t largest_input;            // bits of max |dO| over the sample
   uint32_t largest_term;             // bits of the largest |term| of the pass, NaN if one was NaN
   unsigned long long largest_bound;  // over rows
 };
@@ -35,7 +34,7 @@ struct Workspace {
   float* delta;               // [queries, heads] D
   float* sink_partial;        // [ceil(queries / 128), heads]
   int* sums;                  // [rows, 512] fixed point
-  unsigned long long* bound;  // [rows, 4] quarter rows
+  unsigned long long* bound;  // [rows]
   uint8_t* end;
 };
 
@@ -43,47 +42,24 @@ __host__ __device__ inline int item_count(const SparseAttentionBackward& p) {
   return p.queries * (p.heads / kTileHeads);
 }
 
-__device__ __forceinline__ float max_nan(float x, float y) {  // NaN if one is
-  float z;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
-  return z;
-}
 __device__ __forceinline__ unsigned long long bound_units(float largest, float scale) {
   return __float2ull_rd(fminf(largest * scale * (1.f / kBoundUnit), kLargestUnits)) + 1;
 }
 
 namespace {
 
-// D, one warp a row, fixed order; and the largest |dO|.
-__global__ void row_dot(const uint4* o, const uint4* d_o, float* delta, int64_t rows, Control* control) {
-  const int lane = threadIdx.x & 31;
-  const int64_t warps = static_cast<int64_t>(gridDim.x) * blockDim.x / 32;
+// The largest |dO| of the sample, one block an item. Drops NaN.
+__global__ void largest_gradient(const uint4* d_o, int stride, Control* control) {
+  constexpr int kVectors = kTileBytes / 16;
+  const uint4* item = d_o + static_cast<size_t>(blockIdx.x) * stride * kVectors;
   float largest = 0.f;
-  for (int64_t row = (static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x) / 32; row < rows; row += warps) {
-    float total = 0.f;
-    uint4 x[2], y[2];
-#pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      x[part] = __ldcs(o + row * 64 + part * 32 + lane);
-      y[part] = __ldcs(d_o + row * 64 + part * 32 + lane);
-    }
-#pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      const uint32_t u[4] = {x[part].x, x[part].y, x[part].z, x[part].w};
-      const uint32_t v[4] = {y[part].x, y[part].y, y[part].z, y[part].w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float low = __uint_as_float(v[i] << 16), high = __uint_as_float(v[i] & 0xffff0000u);
-        total = fmaf(__uint_as_float(u[i] << 16), low, total);
-        total = fmaf(__uint_as_float(u[i] & 0xffff0000u), high, total);
-        largest = fmaxf(largest, fmaxf(fabsf(low), fabsf(high)));
-      }
-    }
-    for (int step = 16; step > 0; step >>= 1) total += __shfl_xor_sync(~0u, total, step);
-    if (lane == 0) delta[row] = total;
+  for (int i = threadIdx.x; i < kVectors; i += 256) {
+    const uint4 v = item[i];
+    for (const uint32_t pair : {v.x, v.y, v.z, v.w})
+      largest = fmaxf(largest, fmaxf(fabsf(low_bf16(pair)), fabsf(high_bf16(pair))));
   }
   const uint32_t top = __reduce_max_sync(~0u, __float_as_uint(largest));
-  if (lane == 0) atomicMax(&control->largest_input, top);
+  if ((threadIdx.x & 31) == 0) atomicMax(&control->largest_input, top);
 }
 
 // d_sink[h] = -sum_t exp(sink[h] - lse[t, h]) D[t, h], in two ordered steps. 256 threads: 4 or 2 queries at a time.
@@ -139,12 +115,14 @@ __device__ inline float fitting_scale(const Control& c, double sums, double term
   const double term = __uint_as_float(c.largest_term);
   if (!(term > 0) || !isfinite(term)) return c.scale;
   double bound = static_cast<double>(c.largest_bound) * kBoundUnit / c.scale;
-  if (term * c.scale / kBoundUnit >= kLargestUnits)
-    bound = term * INT_MAX;  // saturated; there are no more terms than entries
+  // Saturated terms counted kLargestUnits and are at most the largest, so the true bound is at most this:
+  const double units = term * c.scale / kBoundUnit;
+  if (units >= kLargestUnits) bound *= 1 + units / kLargestUnits;
   return power_of_two_below(min(kLargestSum / (bound * sums), kLargestTerm / (term * terms)));
 }
 __global__ void choose_scale(Control* control, int stride) {
-  control->scale = fitting_scale(*control, 2.0 * stride, 4.0);
+  // A sample of zeros says nothing: too large a scale makes the pass one that measures.
+  control->scale = control->largest_term == 0 ? 0x1p100f : fitting_scale(*control, 2.0 * stride, 4.0);
   control->largest_term = 0;
   control->largest_bound = 0;
 }

@@ -67,11 +67,7 @@ __device__ __forceinline__ void gather_keys(Shared& s, const SparseAttentionForw
   if constexpr (kFp8)
     gather_fp8_rows(s.keys[half], first_row, half, kv, entry);
   else
-    gather_rows<8, kPanelBytes, 4>(s.keys[half], first_row, [&](int r, bool& is_key) {
-      const int row = __shfl_sync(~0u, entry, r);
-      is_key = row >= 0;
-      return kv + static_cast<size_t>(max(row, 0)) * kRowBytes + half * 512;
-    });
+    gather_rows<8>(s.keys[half], first_row, kv + half * 512, entry, lane);
 }
 
 // This CTA's columns of all keys of the round, by the upper eight warps: eight lanes a row.
@@ -269,10 +265,10 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     barrier_init(&s.weights_full, 1);
     barrier_init_fence();
   }
+  __syncwarp();  // the first thread arrives on them, but initialising is an instruction of the whole warp
   const uint8_t* heads =
       static_cast<const uint8_t*>(p.q) + static_cast<size_t>(index) * kTileBytes + (warp & 7) * 8 * kRowBytes;
-  gather_rows<8, kPanelBytes, 4>(s.q[warp >> 3], (warp & 7) * 8,
-                                 [&](int r, bool&) { return heads + r * kRowBytes + (warp >> 3) * 512; });
+  copy_rows<8>(s.q[warp >> 3], (warp & 7) * 8, heads + (warp >> 3) * 512, lane);
   const Item item = item_at(p.lists, p.heads / kTileHeads, index);
   const int blocks = block_count(item);
   Consumer consumer{s, p.scale * kLog2e, warp * 16 + (lane >> 2)};

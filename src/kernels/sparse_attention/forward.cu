@@ -47,9 +47,7 @@ __device__ __forceinline__ void produce(Shared& s, const SparseAttentionForward&
         static_cast<const uint8_t*>(p.q) + static_cast<size_t>(index) * kTileBytes + first_row * kRowBytes;
     barrier_wait(&s.q_empty, (item_number & 1) ^ 1);
 #pragma unroll 1
-    for (int half = 0; half < 2; ++half)
-      gather_rows<8, kPanelBytes, 8>(s.q[half], first_row,
-                                     [&](int r, bool&) { return heads + r * kRowBytes + half * 512; });
+    for (int half = 0; half < 2; ++half) copy_rows<8>(s.q[half], first_row, heads + half * 512, lane);
     copy_commit();
     for (int b = 0, blocks = block_count(item); b < blocks; ++b, ++block) {
       const int buffer = block & 1, mine = entry;
@@ -67,11 +65,7 @@ __device__ __forceinline__ void produce(Shared& s, const SparseAttentionForward&
         if constexpr (kFp8)
           gather_fp8_rows(s.keys[buffer][half], first_row, half, kv, mine);
         else
-          gather_rows<8, kPanelBytes, 8>(s.keys[buffer][half], first_row, [&](int r, bool& is_key) {
-            const int row = __shfl_sync(~0u, mine, r);
-            is_key = row >= 0;
-            return kv + static_cast<size_t>(max(row, 0)) * kRowBytes + half * 512;
-          });
+          gather_rows<8>(s.keys[buffer][half], first_row, kv + half * 512, mine, lane);
         copy_commit();
         if (half == 0) {
           if (lane == 0) s.present[buffer][warp] = static_cast<uint8_t>(present);

@@ -41,19 +41,50 @@ __device__ __forceinline__ int list_entry(const KeyLists& lists, const Item& ite
   return at < item.length ? __ldg(lists.row + item.first + at) : -1;
 }
 
-// One warp copies 512 bytes (256 columns) of each of kRows rows into four panels of kPanel bytes. source(r, present)
-// gives a readable address and clears present where zeros belong (never a null pointer: arithmetic on one lets the
-// compiler drop the test). first_row is a multiple of 8. kUnroll: rows whose addresses are made beside each other.
-template <int kRows, int kPanel, int kUnroll, class Source>
-__device__ __forceinline__ void gather_rows(uint8_t* panels, int first_row, const Source& source) {
-  const int lane = threadIdx.x & 31;
-  const uint32_t base = hopper::shared_address(panels) + (lane >> 3) * kPanel + first_row * 128;
-#pragma unroll kUnroll
-  for (int r = 0; r < kRows; ++r) {
-    bool present = true;
-    const uint8_t* row = source(r, present);
-    hopper::copy16(base + hopper::swizzled(r, lane & 7), row + lane * 16, present ? 16 : 0);
-  }
+// Where a lane copies its 16 bytes of row `first_row` (a multiple of 8) of panels that are aligned to 1,024 bytes, 256
+// columns in four of them; row first_row + r for r < 8 is at place_in_row.
+__device__ __forceinline__ uint32_t lane_place(const uint8_t* panels, int first_row, int lane) {
+  return hopper::shared_address(panels) + (lane >> 3) * kPanelBytes + first_row * 128 + (lane & 7) * 16;
+}
+__device__ __forceinline__ uint32_t place_in_row(uint32_t place, int r) { return (place ^ (r << 4)) + r * 128; }
+
+// One warp copies 512 bytes (256 columns) of kRows rows that follow one another in memory.
+template <int kRows>
+__device__ __forceinline__ void copy_rows(uint8_t* panels, int first_row, const uint8_t* rows, int lane) {
+  const uint8_t* from = rows + lane * 16;
+  uint32_t to = lane_place(panels, first_row, lane);
+#pragma unroll 1
+  for (int first = 0; first < kRows; first += 8, to += 1024, from += 8 * kRowBytes)
+#pragma unroll
+    for (int r = 0; r < 8; ++r) hopper::copy16(place_in_row(to, r), from + r * kRowBytes, 16);
+}
+
+// 16 bytes of row `row` of an array of which `first` is the lane's place in row 0; zeros for -1. Written out because
+// the compiler makes eleven instructions of it, of which this leaves four, and a warp issues them for each row in turn.
+__device__ __forceinline__ void copy16_of_row(uint32_t to, const uint8_t* first, int row) {
+  asm volatile(
+      "{\n .reg .pred absent;\n .reg .b64 from;\n setp.lt.s32 absent, %2, 0;\n mad.wide.s32 from, %2, %3, %1;\n"
+      " cp.async.cg.shared.global [%0], [from], 16, absent;\n}" ::"r"(to),
+      "l"(first), "r"(row), "n"(kRowBytes)
+      : "memory");
+}
+// One warp copies 512 bytes of kRows rows of `kv` (which points at the columns wanted). entry: the lane's entry of the
+// list, of row lane % kRows; -1 gives zeros.
+template <int kRows>
+__device__ __forceinline__ void gather_rows(uint8_t* panels, int first_row, const uint8_t* kv, int entry, int lane) {
+  const uint8_t* from = kv + lane * 16;
+  asm volatile("" : "+l"(from));  // or it is added up again for each row
+  uint32_t to = lane_place(panels, first_row, lane);
+#pragma unroll 1
+  for (int first = 0; first < kRows; first += 8, to += 1024)
+#pragma unroll
+    for (int batch = 0; batch < 8; batch += 4) {
+      int row[4];
+#pragma unroll
+      for (int r = 0; r < 4; ++r) row[r] = __shfl_sync(~0u, entry, first + batch + r);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) copy16_of_row(place_in_row(to, batch + r), from, row[r]);
+    }
 }
 
 // Hands rows that this warp has copied to the tensor cores, all but those of the newest kPending copy groups. The proxy
