@@ -540,14 +540,25 @@ TEST(FixedPoint, LargeGradientsOutsideTheSampleAreMetByASecondPass) {
   expect_dkv(scaled_gradients([](int t) { return t / 2 % 4 == 1 ? 4096.f : 1.f; }), true);
   expect_dkv(scaled_gradients([](int t) { return t == 3 ? 0x1p40f : 1.f; }), true);  // bounds saturate
 }
-TEST(FixedPoint, ZeroAndNaN) {
-  Problem p = scaled_gradients([](int) { return 0.f; });
+// A sample that meets no term says nothing about the scale.
+TEST(FixedPoint, ZeroGradientsAreExact) {
+  const Problem p = scaled_gradients([](int) { return 0.f; });
   Forward f(p);
-  Backward zero(p, f);
-  for (float x : zero.dkv.host()) ASSERT_EQ(x, 0);
+  Backward b(p, f);
+  EXPECT_FALSE(b.repeated());
+  for (uint16_t x : b.dq.host()) ASSERT_EQ(value(x), 0);
+  for (float x : b.dkv.host()) ASSERT_EQ(x, 0);
+  for (float x : b.d_sink.host()) ASSERT_EQ(x, 0);
+}
+TEST(FixedPoint, GradientsOutsideASampleOfZerosAreMetByASecondPass) {
+  expect_dkv(scaled_gradients([](int t) { return t % 8 == 3 ? 1.f : 0.f; }), true);
+}
+TEST(FixedPoint, NaN) {
+  Problem p = scaled_gradients([](int) { return 1.f; });
   p.d_o[12345 * 64] = float_to_bf16(NAN);
-  Backward bad(p, f);
-  for (float x : bad.dkv.host()) ASSERT_TRUE(std::isnan(x));
+  Forward f(p);
+  Backward b(p, f);
+  for (float x : b.dkv.host()) ASSERT_TRUE(std::isnan(x));
 }
 
 }  // namespace
