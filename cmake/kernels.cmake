@@ -1,5 +1,6 @@
 # The GPU kernels (src/kernels/<op>/*.cu): raw pointers and a stream, no other room. Built where nvcc is found; the program runs
-# without them on the CPU. sm_90a only: wgmma and bulk copies have no fallback on other architectures.
+# without them on the CPU. Code for sm_90a, and PTX for other GPUs from compute capability 8.0 on of all files but those whose
+# kernels are wgmma and bulk copies through and through: kernels/portable stands in for these (docs/kernels/portable.md).
 set(PLUMB_HAS_CUDA OFF)
 if(NOT PLUMB_CUDA STREQUAL "OFF")
   include(CheckLanguage)
@@ -30,4 +31,12 @@ if(PLUMB_HAS_CUDA)
        ${PLUMB_SRC}/kernels/compressor/*.cu ${PLUMB_SRC}/kernels/hyper_connections/*.cu ${PLUMB_SRC}/kernels/indexer/*.cu
        ${PLUMB_SRC}/kernels/norm/*.cu ${PLUMB_SRC}/kernels/rotary/*.cu ${PLUMB_SRC}/kernels/sparse_attention/*.cu)
   set_source_files_properties(${hot_sources} PROPERTIES COMPILE_OPTIONS "-Xptxas=--warn-on-spills,--warning-as-error")
+  set(hopper_sources
+      ${PLUMB_SRC}/kernels/grouped_linear/wide.cu ${PLUMB_SRC}/kernels/grouped_linear/narrow.cu
+      ${PLUMB_SRC}/kernels/grouped_linear/slab.cu ${PLUMB_SRC}/kernels/grouped_linear/backward_input.cu
+      ${PLUMB_SRC}/kernels/sparse_attention/forward.cu ${PLUMB_SRC}/kernels/sparse_attention/few_queries.cu
+      ${PLUMB_SRC}/kernels/indexer/scores_bf16.cu ${PLUMB_SRC}/kernels/indexer/scores_record.cu)
+  set(portable_sources ${kernel_sources})
+  list(REMOVE_ITEM portable_sources ${hopper_sources})
+  set_property(SOURCE ${portable_sources} APPEND PROPERTY COMPILE_OPTIONS "-gencode=arch=compute_80,code=compute_80")
 endif()

@@ -24,7 +24,7 @@ std::vector<Field> model_fields() {
       {.key = "model.kernels",
        .value = at(t, &K::kernels),
        .choices = {"auto", "reference", "cuda"},
-       .help = "what computes: the CPU's ops, the GPU's kernels (Hopper, numerics released), or these where "
+       .help = "what computes: the CPU's ops, the GPU's kernels (numerics released), or these where "
                "they can",
        .commands = kAdapters},
   };

@@ -6,4 +6,11 @@ namespace plumb::kernels {
 // GPUs that the CUDA runtime can see; 0 without a driver.
 int device_count();
 
+// Whether the GPU has compute capability 9.0, and with it the instructions of the fast kernels. On others the entry
+// points that need them launch those of kernels/portable, which compute the same functions, with bits of their own, on
+// everything from 8.0 on. Found once.
+bool is_hopper();
+// Makes is_hopper() false on any GPU, so that tests can run the portable kernels where there is a Hopper GPU.
+void use_portable_for_test(bool portable);
+
 }  // namespace plumb::kernels

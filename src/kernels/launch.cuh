@@ -28,9 +28,23 @@ inline int multiprocessors() {
   return count;
 }
 
+// Bytes of shared memory that a block may have: 227 KB on Hopper, 163 or 99 KB on others.
+inline int shared_memory_limit() {
+  static const int bytes = [] {
+    int device = 0, n = 0;
+    check_cuda(cudaGetDevice(&device), "asking for the device");
+    check_cuda(cudaDeviceGetAttribute(&n, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "asking for its memory");
+    return n;
+  }();
+  return bytes;
+}
+
 template <typename... Parameters, typename... Arguments>
 void launch_with_shared(void (*kernel)(Parameters...), dim3 blocks, int threads, int shared_bytes, cudaStream_t stream,
                         const Arguments&... arguments) {
+  require(shared_bytes <= shared_memory_limit(), "launching a kernel",
+          "it needs " + std::to_string(shared_bytes) + " bytes of shared memory a block, this GPU has " +
+              std::to_string(shared_memory_limit()));
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
              "raising a kernel's shared memory");
   kernel<<<blocks, threads, shared_bytes, stream>>>(arguments...);

@@ -81,7 +81,7 @@ PlacedWeights place_weights(std::shared_ptr<ResidentWeights> weights, const std:
     return on_cpu(
         "kernels = \"reference\": the GPU kernels take heads of 512 with 64 rotated channels, this model has " +
         std::to_string(c.head_dim) + " and " + std::to_string(c.qk_rope_head_dim));
-  return {std::make_shared<DeviceWeights>(weights), device.what, ""};
+  return {std::make_shared<DeviceWeights>(weights), device.what, device.warning};
 }
 
 }  // namespace plumb

@@ -32,7 +32,7 @@ class DeviceWeights : public WeightStore {
 struct PlacedWeights {
   std::shared_ptr<WeightStore> store;
   std::string device;   // "CPU" or the GPU's name
-  std::string warning;  // why `auto` did not choose the GPU that is there; usually empty
+  std::string warning;  // why `auto` did not choose the GPU that is there, or that its kernels are slow; usually empty
 };
 // kernels: "reference" = the ops on the CPU; "cuda" = those on the GPU, an error where that is impossible; "auto" = the
 // GPU if there is one that the kernels run on and they compute this profile.

@@ -11,9 +11,11 @@ namespace plumb::ops {
 
 struct DeviceStatus {
   bool present = false, usable = false;
-  std::string what;  // its name, or why there is none that can be used
+  std::string what;          // its name, or why there is none that can be used
+  std::string warning = "";  // that its kernels are the portable ones
 };
-// Looks for a GPU with compute capability 9.0 (Hopper); the first call makes its memory available to tensors.
+// Looks for a GPU: 9.0 (Hopper) has the fast kernels, everything else from compute capability 8.0 on the portable ones
+// (docs/kernels/portable.md). The first call makes its memory available to tensors.
 DeviceStatus open_device();
 // Bytes of an open device that nobody has asked for.
 int64_t free_device_memory();

@@ -1,4 +1,4 @@
-// Grouped linear kernels on a GPU. Oracles: a kernel without pipeline, packing or swizzle for the bits; FP64 on the CPU
+// Grouped linear kernels on a GPU. Oracles: kernels without pipeline, packing or swizzle for the bits; FP64 on the CPU
 // for the values; the scalar conversions of base/float_formats.h for everything that is quantised.
 //
 // Tests named Small* also run under compute-sanitizer (tools/test-gpu.sh --sanitize). By hand:
@@ -8,9 +8,12 @@
 
 #include <gtest/gtest.h>
 
+#include <cuda_fp8.h>
+
 #include <cstring>
 
 #include "grouped_linear_data.cuh"
+#include "kernels/device.h"
 #include "kernels/grouped_linear/problem.cuh"
 #include "kernels/hopper/barrier.cuh"
 #include "kernels/hopper/wgmma_fp8.cuh"
@@ -66,16 +69,42 @@ __global__ void __launch_bounds__(128)
   }
 }
 
+// The bits of the portable kernels: a thread an output, one FP32 chain over the places of K. Grid: (n / 64, rows).
+__global__ void chain_kernel(const uint8_t* weights, const float* bases, const uint8_t* tokens, const float* scales,
+                             int first_row, int n, int k, uint16_t* out) {
+  const auto value = [](uint8_t code) {
+    __nv_fp8_e4m3 v;
+    v.__x = code;
+    return static_cast<float>(v);
+  };
+  const int c = blockIdx.x * 64 + threadIdx.x;
+  const size_t row = first_row + blockIdx.y;
+  float sum = 0;
+  for (int l = 0; l < k; ++l) {
+    const int block = l / kBlock;
+    sum = fmaf(value(tokens[row * k + l]) * scales[row * block_stride(k) + block],
+               value(weights[static_cast<size_t>(c) * k + block * kBlock + k_of_place(l % kBlock)]) *
+                   bases[c / kBlock * block_stride(k) + block],
+               sum);
+  }
+  out[row * n + c] = __bfloat16_as_ushort(__float2bfloat16_rn(sum));
+}
+
 std::vector<uint16_t> oracle(const Matrices& w, const Activations& a, const std::vector<int>& counts) {
   const Buffer<uint8_t> weights(w.plain);
   const Buffer<float> bases(w.bases);
   Buffer<uint16_t> out(static_cast<size_t>(a.rows) * w.n);
   const std::vector<int> first = first_rows(counts);
-  for (int g = 0; g < w.groups; ++g)
-    if (counts[g] > 0)
-      oracle_kernel<<<dim3(w.n / 64, (counts[g] + 63) / 64), 128>>>(
-          weights.get() + static_cast<size_t>(g) * w.n * w.k, bases.get() + g * w.n / kBlock * block_stride(w.k),
-          a.values, a.scales, first[g], counts[g], w.n, w.k, out.get());
+  for (int g = 0; g < w.groups; ++g) {
+    const uint8_t* own = weights.get() + static_cast<size_t>(g) * w.n * w.k;
+    const float* own_bases = bases.get() + g * w.n / kBlock * block_stride(w.k);
+    if (counts[g] > 0 && is_hopper())
+      oracle_kernel<<<dim3(w.n / 64, (counts[g] + 63) / 64), 128>>>(own, own_bases, a.values, a.scales, first[g],
+                                                                    counts[g], w.n, w.k, out.get());
+    else if (counts[g] > 0)
+      chain_kernel<<<dim3(w.n / 64, counts[g]), 64>>>(own, own_bases, a.values, a.scales, first[g], w.n, w.k,
+                                                      out.get());
+  }
   return out.host();
 }
 

@@ -1,18 +1,20 @@
 // The model on the GPU, through src/model: against the CPU's released profile, layer by layer, and on bits against
 // itself. A whole pass is not compared with the CPU's number by number: sums that differ in the last bit make FP8 and
 // FP4 roundings fall differently, and three layers later log-probabilities differ by a tenth (docs/numerics.md). So
-// each layer starts from the same streams on both sides.
+// each layer starts from the same streams on both sides. --portable: all of it on the portable kernels.
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdio>
+#include <string_view>
 
 #include "base/error.h"
 #include "base/float_formats.h"
 #include "base/philox.h"
 #include "flash_model.h"
+#include "kernels/device.h"
 #include "memory/device_weights.h"
 #include "model/device_adapters.h"
 #include "model/forward.h"
@@ -632,6 +634,7 @@ TEST(ModelGpu, OtherProfilesAreRefused) {
 int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IOLBF, 0);  // lines appear even if a kernel hangs
   testing::InitGoogleTest(&argc, argv);
+  plumb::kernels::use_portable_for_test(argc > 1 && std::string_view(argv[1]) == "--portable");
   const plumb::ops::DeviceStatus device = plumb::ops::open_device();
   if (!device.usable) {
     std::printf("skipped: %s\n", device.what.c_str());

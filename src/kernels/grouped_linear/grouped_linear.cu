@@ -2,9 +2,11 @@
 
 #include <algorithm>
 
+#include "kernels/device.h"
 #include "kernels/grouped_linear/problem.cuh"
 #include "kernels/hopper/tma.cuh"
 #include "kernels/launch.cuh"
+#include "kernels/portable/grouped_linear.h"
 
 namespace plumb::kernels::grouped_linear {
 namespace {
@@ -106,13 +108,14 @@ void launch_product(const Weights& w, const Activations& a, const Plan& plan, Ep
   check_low_rank(p.low_rank);
   const Workspace space = workspace_of(plan);
   p.records = w.records, p.bases = w.bases, p.token_scales = a.scales;
-  const bool wide = plan.width == kWideRows, blocks_of_128 = wide && epilogue == Epilogue::bf16;
+  const bool wide = plan.width == kWideRows, blocks_of_128 = is_hopper() && wide && epilogue == Epilogue::bf16;
   p.tiles = blocks_of_128 ? space.block_tiles : space.record_tiles;
   p.tile_count = space.counters + (blocks_of_128 ? 1 : 0);
   p.queue = space.counters + 2, p.stash = space.stash;
   p.n = w.n, p.k_blocks = w.k / kBlock;
   p.block_stride = block_stride(w.k), p.hidden_stride = block_stride(w.n / 2);
   const int64_t tiles = (blocks_of_128 ? 2 : 1) * tile_capacity(plan.groups, plan.rows, plan.n, plan.width);
+  if (!is_hopper()) return launch_portable(w.format, epilogue, tiles, a.values, p, stream);
   const CUtensorMap tokens = hopper::byte_matrix_map(a.values, a.rows, w.k, wide ? kWideTokenBox : plan.width);
   if (wide) {
     const CUtensorMap scales = hopper::float_matrix_map(a.scales, a.rows, p.block_stride, kWideRows, kWideScaleBox);
@@ -181,10 +184,14 @@ void linear_backward_input(const Weights& w, const uint16_t* dy, const Plan& pla
   p.tiles = space.block_tiles, p.tile_count = space.counters + 1, p.queue = space.counters + 2;
   p.n = w.n, p.k_blocks = w.k / kBlock, p.block_stride = block_stride(w.k);
   p.out = dx, p.low_rank = low_rank;
+  const int64_t tiles = tile_capacity(plan.groups, plan.rows, plan.n, plan.width);
+  if (!is_hopper()) {
+    p.tiles = space.record_tiles, p.tile_count = space.counters;
+    return launch_portable_backward_input(w.format, tiles, dy, p, stream);
+  }
   const CUtensorMap map = hopper::matrix_map(dy, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, plan.rows, w.n, kWideTokenBox, 64,
                                              CU_TENSOR_MAP_SWIZZLE_128B);
-  launch_backward_input(w.format, 2 * tile_capacity(plan.groups, plan.rows, plan.n, plan.width), multiprocessors(), map,
-                        p, stream);
+  launch_backward_input(w.format, 2 * tiles, multiprocessors(), map, p, stream);
 }
 
 }  // namespace plumb::kernels::grouped_linear

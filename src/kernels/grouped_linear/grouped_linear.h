@@ -1,5 +1,5 @@
 // Matrix products with packed FP8 or FP4 weights on FP8 activations, for one weight matrix (a dense linear) or one for
-// each group of rows (the experts of a mixture). Hopper only (sm_90a). Raw pointers and a stream; nothing synchronises
+// each group of rows (the experts of a mixture). Raw pointers and a stream; nothing synchronises
 // with the host, so all of it can be captured in a CUDA graph. Arguments that a caller can get wrong raise
 // std::invalid_argument; CUDA errors raise std::runtime_error.
 //
@@ -13,7 +13,8 @@
 // Bits. out[row, n] is a function of that row and weight row n alone: sum over K in blocks of 128 in order, each block
 // one FP8 tensor-core sum of four steps, multiplied by (activation scale * weight base) and added in FP32 by one fma,
 // rounded to bf16 once at the end. The tile width, the group's size, the row's place and the format (FP4 or its FP8
-// expansion) do not change it: widths differ in speed only (docs/kernels/grouped_linear.md).
+// expansion) do not change it: widths differ in speed only (docs/kernels/grouped_linear.md). On other GPUs than Hopper
+// the sum is one chain of FP32 steps over the same order of K (kernels/portable).
 #pragma once
 #include <cuda_runtime_api.h>
 

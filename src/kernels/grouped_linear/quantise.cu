@@ -13,16 +13,6 @@ namespace {
 constexpr int kWarps = 8;     // of a block; each takes a row
 constexpr int kInFlight = 4;  // K blocks of a warp
 
-// Quantises the warp's 128 values, four a lane at places 4 lane ..., and returns the scale.
-__device__ __forceinline__ float quantise_block(uint32_t first, uint32_t second, uint8_t* out) {
-  float amax = largest_of_pair(max_magnitude(max_magnitude(0, first), second));
-#pragma unroll
-  for (int step = 16; step; step /= 2) amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, step));
-  const float scale = fp8_scale(amax);
-  reinterpret_cast<uint32_t*>(out)[threadIdx.x % 32] = quantise_four(first, second, inverse_of_power(scale));
-  return scale;
-}
-
 // share of a row's `shares`: every so many runs of kInFlight blocks.
 __global__ void __launch_bounds__(32 * kWarps) quantise_kernel(const uint16_t* x, const int* source_row, int rows,
                                                                int k, int shares, uint8_t* values, float* scales) {
@@ -45,29 +35,24 @@ __global__ void __launch_bounds__(32 * kWarps) quantise_kernel(const uint16_t* x
   }
 }
 
-// gate_up [rows, n] in record order. A lane's four hidden units come from weight rows 16 (lane % 8) + 2 (lane / 8) +
-// {0, 1} and the same + 8 (place_of_row).
+// gate_up [rows, n] in record order.
 __global__ void __launch_bounds__(32 * kWarps)
     swiglu_kernel(const uint16_t* gate_up, int rows, int n, const float* route_weight, float limit, uint8_t* hidden,
                   float* hidden_scales, uint16_t* natural) {
   const int row = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (row >= rows) return;
   const float weight = route_weight ? route_weight[row] : 1.0f;
-  const uint16_t* source = gate_up + static_cast<size_t>(row) * n + lane % 8 * 16 + lane / 8 * 2;
+  const uint16_t* source = gate_up + static_cast<size_t>(row) * n;
 #pragma unroll 4
   for (int record = 0; record < n / kRecordRows; ++record) {
-    uint32_t v[2][2], h[2];  // gate or up, first or second pair
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      v[i / 2][i % 2] = *reinterpret_cast<const uint32_t*>(source + record * kRecordRows + i / 2 * kBlock + i % 2 * 8);
-    h[0] = swiglu_pair(v[0][0], v[1][0], limit, weight), h[1] = swiglu_pair(v[0][1], v[1][1], limit, weight);
+    const uint2 h = swiglu_record(source + record * kRecordRows, lane, limit, weight);
     if (hidden) {
-      const float scale = quantise_block(h[0], h[1], hidden + static_cast<size_t>(row) * (n / 2) + record * kBlock);
+      const float scale = quantise_block(h.x, h.y, hidden + static_cast<size_t>(row) * (n / 2) + record * kBlock);
       if (lane == 0) hidden_scales[static_cast<size_t>(row) * block_stride(n / 2) + record] = scale;
     }
     if (natural)
       *reinterpret_cast<uint2*>(natural + static_cast<size_t>(row) * (n / 2) + record * kBlock + k_of_place(4 * lane)) =
-          make_uint2(h[0], h[1]);
+          h;
   }
 }
 

@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "kernels/device.h"
 #include "kernels/hopper/vectors.cuh"
+#include "kernels/portable/product.cuh"
 #include "kernels/row_linear/wide_product.cuh"
 
 namespace plumb::kernels::head {
@@ -118,10 +120,14 @@ void divergence(Divergence kind, const Model& student, const Model& teacher, int
     kernel<<<n, kThreads, 0, stream>>>(pair, divergence + first, d_divergence ? d_divergence + first : nullptr,
                                        space.gradient);
     check_cuda(cudaGetLastError(), "head: launching the divergence");
-    if (d_divergence)
+    if (!d_divergence) continue;
+    float* to = d_hidden + static_cast<size_t>(first) * w.width;
+    if (is_hopper())
       wide_product::launch<hopper::kColumnsContracted, hopper::kRowsContracted>(
-          space.gradient, w.data, {n, w.width, w.vocabulary},
-          wide_product::StoreFloats{d_hidden + static_cast<size_t>(first) * w.width, false}, stream);
+          space.gradient, w.data, {n, w.width, w.vocabulary}, wide_product::StoreFloats{to, false}, stream);
+    else
+      portable::product({space.gradient, w.vocabulary, 1, 0}, {w.data, 1, w.width, 0}, n, w.width, w.vocabulary, 1,
+                        portable::Store{to, nullptr, w.width, w.width, 0}, stream);
   }
 }
 

@@ -1,5 +1,5 @@
 // How far a student's distributions of the next token are from a teacher's, over the whole vocabulary, and the
-// gradient: the loss of distillation. Hopper only; errors as in head.h.
+// gradient: the loss of distillation. Errors as in head.h.
 //   reverse_kl  sum_v p_v (log p_v - log q_v)      p the student's, q the teacher's probabilities
 //   forward_kl  sum_v q_v (log q_v - log p_v)
 // Both models' logits (those of head.h, bit by bit) exist for a chunk of rows at a time. A row's results depend on that

@@ -1,5 +1,9 @@
 #include "kernels/head/head.h"
 
+#include <optional>
+
+#include "kernels/device.h"
+#include "kernels/portable/product.cuh"
 #include "kernels/row_linear/narrow_product.cuh"
 #include "kernels/row_linear/wide_product.cuh"
 
@@ -118,12 +122,22 @@ __global__ void __launch_bounds__(256)
   }
 }
 
+// Of logits in memory: target_logit[row] = that of its target, if there is one.
+__global__ void pick_kernel(const float* logits, int rows, int vocabulary, const int* target, float* target_logit) {
+  const int row = blockIdx.x * blockDim.x + threadIdx.x;
+  if (row < rows && target[row] >= 0 && target[row] < vocabulary)
+    target_logit[row] = logits[static_cast<size_t>(row) * vocabulary + target[row]];
+}
+
 // ---- Backward: logits become gradients in the epilogue -------------------------------------------------------------
 struct Differentiate {
   const float* d_log_probability;
   const int* target;
   const Normaliser* normaliser;
   uint16_t* gradient;  // bf16 [rows, vocabulary]
+  static __device__ __forceinline__ float of(float logit, bool is_target, float factor, const Normaliser& n) {
+    return __fmul_rn(factor, __fsub_rn(is_target ? 1.0f : 0.0f, probability_of(logit, n)));
+  }
   __device__ __forceinline__ void operator()(float (&d)[128], const Shape& s, const Place& place) const {
     float factor[2];
     Normaliser n[2];
@@ -136,10 +150,17 @@ struct Differentiate {
 #pragma unroll
     for (int i = 0; i < 128; ++i) {
       const int half = i / 2 % 2;
-      const float hit = offset[half] == i / 4 * 8 + i % 2 ? 1.0f : 0.0f;
-      d[i] = __fmul_rn(factor[half], __fsub_rn(hit, probability_of(d[i], n[half])));
+      d[i] = of(d[i], offset[half] == i / 4 * 8 + i % 2, factor[half], n[half]);
     }
     wide_product::write_bf16_rows(d, s, place, gradient);
+  }
+};
+struct DifferentiateOne {
+  Differentiate p;
+  int vocabulary;
+  __device__ __forceinline__ void operator()(int, int row, int column, float logit) const {
+    p.gradient[static_cast<size_t>(row) * vocabulary + column] = portable::to_bf16(
+        Differentiate::of(logit, column == p.target[row], p.d_log_probability[row], p.normaliser[row]));
   }
 };
 
@@ -227,11 +248,49 @@ void check(const char* where, const uint16_t* hidden, int rows, const Weight& w,
           "hidden rows, weight and workspace must be aligned to 16 bytes");
 }
 
+// Rows that a portable pass has logits of at a time.
+constexpr int kPortableRows = 256;
+
+// Device memory for the work that a call enqueues.
+class Scratch {
+ public:
+  Scratch(size_t bytes, cudaStream_t stream) : stream_(stream) {
+    check_cuda(cudaMallocAsync(&memory_, bytes, stream), "head: memory for logits");
+  }
+  ~Scratch() { cudaFreeAsync(memory_, stream_); }
+  Scratch(const Scratch&) = delete;
+  float* get() const { return static_cast<float*>(memory_); }
+
+ private:
+  void* memory_ = nullptr;
+  cudaStream_t stream_;
+};
+
+// Parts of all rows, their logits if wanted, and the logits of their targets if there are any.
+void summarise_portable(const uint16_t* hidden, int rows, const Weight& w, const int* target, float* logits,
+                        const Workspace& space, cudaStream_t stream) {
+  const int tiles = tiles_of(w.vocabulary), chunk = std::min(rows, kPortableRows);
+  std::optional<Scratch> scratch;
+  if (!logits) scratch.emplace(static_cast<size_t>(chunk) * w.vocabulary * sizeof(float), stream);
+  for (int first = 0; first < rows; first += chunk) {
+    const int n = std::min(chunk, rows - first);
+    float* to = logits ? logits + static_cast<size_t>(first) * w.vocabulary : scratch->get();
+    portable::product({hidden + static_cast<size_t>(first) * w.width, w.width, 1, 0}, {w.data, w.width, 1, 0}, n,
+                      w.vocabulary, w.width, 1, portable::Store{to, nullptr, w.vocabulary, w.vocabulary, 0}, stream);
+    summarise_kernel<<<dim3((tiles + 7) / 8, n), 32, 0, stream>>>(to, w.vocabulary, tiles,
+                                                                  space.parts + static_cast<size_t>(first) * tiles);
+    if (target)
+      pick_kernel<<<(n + 255) / 256, 256, 0, stream>>>(to, n, w.vocabulary, target + first, space.target_logit + first);
+  }
+}
+
 void forward(const uint16_t* hidden, int rows, const Weight& w, const int* target, float* log_probability,
              float* logits, Normaliser* normaliser, void* workspace, cudaStream_t stream) {
   const int tiles = tiles_of(w.vocabulary);
   const Workspace space = workspace_of(workspace, rows, tiles);
-  if (logits && rows <= narrow_product::kMostRows) {  // bound by reading the weight; the bits are the same
+  if (!is_hopper()) {
+    summarise_portable(hidden, rows, w, target, logits, space, stream);
+  } else if (logits && rows <= narrow_product::kMostRows) {  // bound by reading the weight; the bits are the same
     narrow_product::launch(hidden, w.data, {rows, w.vocabulary, w.width, w.vocabulary},
                            narrow_product::Store<float>{logits}, stream);
     summarise_kernel<<<dim3((tiles + 7) / 8, rows), 32, 0, stream>>>(logits, w.vocabulary, tiles, space.parts);
@@ -288,9 +347,20 @@ void log_probabilities_backward(const float* d_log_probability, const uint16_t* 
   for (int first = 0; first < rows; first += chunk_rows) {
     const int n = std::min(chunk_rows, rows - first);
     const uint16_t* x = hidden + static_cast<size_t>(first) * w.width;
-    wide_product::launch<kColumnsContracted, kColumnsContracted>(
-        x, w.data, {n, w.vocabulary, w.width},
-        Differentiate{d_log_probability + first, target + first, normaliser + first, gradient}, stream);
+    const Differentiate differentiate{d_log_probability + first, target + first, normaliser + first, gradient};
+    if (!is_hopper()) {
+      const int64_t vocabulary = w.vocabulary, width = w.width;
+      portable::product({x, width, 1, 0}, {w.data, width, 1, 0}, n, w.vocabulary, w.width, 1,
+                        DifferentiateOne{differentiate, w.vocabulary}, stream);
+      portable::product({gradient, vocabulary, 1, 0}, {w.data, 1, width, 0}, n, w.width, w.vocabulary, 1,
+                        portable::Store{d_hidden + first * width, nullptr, w.width, width, 0}, stream);
+      if (d_weight)
+        portable::product({gradient, 1, vocabulary, 0}, {x, 1, width, 0}, w.vocabulary, w.width, n, 1,
+                          portable::Store{d_weight, nullptr, w.width, width, 0, true}, stream);
+      continue;
+    }
+    wide_product::launch<kColumnsContracted, kColumnsContracted>(x, w.data, {n, w.vocabulary, w.width}, differentiate,
+                                                                 stream);
     wide_product::launch<kColumnsContracted, kRowsContracted>(
         gradient, w.data, {n, w.width, w.vocabulary},
         wide_product::StoreFloats{d_hidden + static_cast<size_t>(first) * w.width, false}, stream);

@@ -1,12 +1,12 @@
 // The LM head and what is taken from its logits: log-probabilities of targets and their gradients (training), logits
-// and the best log-probabilities (sampling). Hopper only. Nothing synchronises with the host. Arguments that a caller
+// and the best log-probabilities (sampling). Nothing synchronises with the host. Arguments that a caller
 // can get wrong raise std::invalid_argument; CUDA errors raise std::runtime_error.
 //
 // logit[row, v] = sum over the width of hidden * weight, bf16 operands, FP32 accumulators, one chain in order.
 // log p(v) = logit - maximum - logarithm in double, rounded once, where the maximum and the logarithm of the sum of exp(logit - maximum)
 // (Normaliser) are made from each 256 logits in registers and then combined in a fixed order. Training never writes the
-// logits; sampling does, from the same kernel: the bits of a row's logits, normaliser and log-probabilities depend on
-// the row alone, and are the same on both ways.
+// logits (portable kernels do, for 256 rows at a time); sampling does, from the same kernel: the bits of a row's
+// logits, normaliser and log-probabilities depend on the row alone, and are the same on both ways.
 #pragma once
 #include <cuda_runtime_api.h>
 

@@ -4,10 +4,14 @@
 //   coefficient_backward_kernel  from these to the mapping's outputs, through sigmoid and Sinkhorn: a thread a token
 //   streams_backward_kernel      d_streams; the mapping's transpose on tensor cores
 // and, where the mapping is trained, fn_gradient.cu.
+#include <algorithm>
+
+#include "kernels/hopper/code.cuh"
 #include "kernels/hopper/copy.cuh"
 #include "kernels/hopper/vectors.cuh"
 #include "kernels/hyper_connections/backward_parts.cuh"
 #include "kernels/hyper_connections/coefficients.cuh"
+#include "kernels/launch.cuh"
 
 namespace plumb::kernels {
 namespace hyper {
@@ -225,7 +229,8 @@ __global__ void __launch_bounds__(64)
 // As map_kernel: a block owns 256 channels of the four streams and walks over the tokens, 16 at a time; lane 4 g + q
 // has tokens g and g + 8 and eight channels. The products fn^T d_mix come out in the same places: tokens are the 16
 // rows, and column 2 q + b of product i is channel 8 q + 2 i + b. TF32: each weight is off by at most 2^-12.
-constexpr int kStreamTokens = 16, kStreamStages = 3;
+constexpr int kStreamTokens = 16;
+constexpr int kStreamStages = hopper::kHasCode ? 3 : 1;  // that the least of shared memory has room for
 
 struct StreamsArguments {
   const uint8_t *d_next, *streams, *d_x;
@@ -319,9 +324,13 @@ __global__ void __launch_bounds__(kThreads, 1) streams_backward_kernel(const __g
   for (int i = 0; i < kStreamStages - 1; ++i) fetch(first_step + i * stride, i);
   int stage = 0;
   for (int step = first_step; step < steps; step += stride) {
-    hopper::copy_wait<kStreamStages - 2>();
+    if constexpr (kStreamStages > 1) hopper::copy_wait<kStreamStages - 2>();
     __syncthreads();
     fetch(step + (kStreamStages - 1) * stride, stage == 0 ? kStreamStages - 1 : stage - 1);
+    if constexpr (kStreamStages == 1) {
+      hopper::copy_wait<0>();
+      __syncthreads();
+    }
     uint32_t d_mix[3][4];
 #pragma unroll
     for (int part = 0; part < 3; ++part)
@@ -456,8 +465,10 @@ cudaError_t hyper_pre_backward(const HyperPreBackward& p, cudaStream_t stream) {
       static_cast<const uint8_t*>(p.d_next), streams, d_x,     p.coefficients, p.mapping.fn, p.norm_weight, w.records,
       static_cast<uint8_t*>(p.d_streams),    p.rows,  p.width, outputs};
   const int grid = walking_blocks(p.width, (p.rows + kStreamTokens - 1) / kStreamTokens);
-  return p.d_next ? launch(streams_backward_kernel<true>, grid, kThreads, sizeof(StreamsShared<true>), stream, a)
-                  : launch(streams_backward_kernel<false>, grid, kThreads, sizeof(StreamsShared<false>), stream, a);
+  const auto shared = [](size_t bytes) { return std::min<size_t>(bytes, shared_memory_limit()); };  // of fewer stages
+  return p.d_next
+             ? launch(streams_backward_kernel<true>, grid, kThreads, shared(sizeof(StreamsShared<true>)), stream, a)
+             : launch(streams_backward_kernel<false>, grid, kThreads, shared(sizeof(StreamsShared<false>)), stream, a);
 }
 
 }  // namespace plumb::kernels

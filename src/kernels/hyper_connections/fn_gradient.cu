@@ -1,14 +1,19 @@
 // d_fn[o, c] += sum over tokens of rho d_mix_o h_c. A block owns 256 channels of the four streams and one of eight
 // equal runs of tokens; a warp's 24 x 128 part stays in its accumulators. rho d_mix is split into three bf16 numbers,
 // so products are exact. Tokens are contracted, 16 at a time; the runs' sums are added in order.
+#include <algorithm>
+
+#include "kernels/hopper/code.cuh"
 #include "kernels/hopper/copy.cuh"
 #include "kernels/hopper/vectors.cuh"
 #include "kernels/hyper_connections/backward_parts.cuh"
+#include "kernels/launch.cuh"
 
 namespace plumb::kernels::hyper {
 namespace {
 
-constexpr int kFnTokens = 16, kFnStages = 4;
+constexpr int kFnTokens = 16;
+constexpr int kFnStages = hopper::kHasCode ? 4 : 2;  // that the least of shared memory has room for
 
 struct FnShared {
   uint4 stream[kFnStages][kHyperStreams][kFnTokens / 8][kThreads];
@@ -111,10 +116,11 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 cudaError_t fn_gradient(const FnArguments& a, int outputs, float* d_fn, cudaStream_t stream) {
+  const int shared = std::min(static_cast<int>(sizeof(FnShared)), shared_memory_limit());  // of fewer stages
   const cudaError_t error =
-      cudaFuncSetAttribute(fn_gradient_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(FnShared));
+      cudaFuncSetAttribute(fn_gradient_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
   if (error != cudaSuccess) return error;
-  fn_gradient_kernel<<<a.width / kSlice * kTokenChunks, kThreads, sizeof(FnShared), stream>>>(a);
+  fn_gradient_kernel<<<a.width / kSlice * kTokenChunks, kThreads, shared, stream>>>(a);
   const int count = outputs * kHyperStreams * a.width;
   add_chunks_kernel<<<(count + kThreads - 1) / kThreads, kThreads, 0, stream>>>(
       a.partial, count, static_cast<size_t>(kHyperOutputs) * kHyperStreams * a.width, d_fn);

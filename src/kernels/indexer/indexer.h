@@ -1,4 +1,4 @@
-// The lightning indexer on Hopper: for each row the best of the compressed entries it may see.
+// The lightning indexer: for each row the best of the compressed entries it may see.
 //   score[t, s] = sum_h w[t, h] * max(0, q[t, h] . keys[s])        64 heads of 128; FP32 from the products on
 //   selected[t] = the min(topk, visible) entries of the highest score, listed in order of position; equal scores: the
 //                 earlier entry; NaN ranks last

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "kernels/device.h"
 #include "kernels/hopper/shared_memory.cuh"
 
 namespace plumb::kernels {
@@ -51,6 +52,7 @@ cudaError_t index_scores(const IndexSelection& s, int first_group, int groups, i
   // Few groups: several blocks share a group's tiles. Scores do not notice.
   const int splits = std::clamp(2 * processors / groups, 1, std::max(1, columns / kIndexTile / 4));
   const Arguments a{s.w, s.device, scores, first_group, first_group + groups, s.groups->rows, columns, s.topk};
+  if (!is_hopper()) return scores_portable(s, a, splits, stream);
   return s.form == IndexForm::record ? scores_of_records(s, a, splits, stream) : scores_of_bf16(s, a, splits, stream);
 }
 

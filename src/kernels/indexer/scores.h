@@ -1,4 +1,4 @@
-// What the two score kernels share: their arguments, and which tiles a block walks over.
+// What the score kernels share: their arguments, and which tiles a block walks over.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -32,6 +32,9 @@ __device__ __forceinline__ Walk walk_of(const Arguments& p, int group_rows) {
 }
 #endif
 
+// Any GPU, any form (kernels/portable).
+cudaError_t scores_portable(const IndexSelection& s, const Arguments& a, int splits, cudaStream_t stream);
+// Hopper.
 cudaError_t scores_of_bf16(const IndexSelection& s, const Arguments& a, int splits, cudaStream_t stream);
 cudaError_t scores_of_records(const IndexSelection& s, const Arguments& a, int splits, cudaStream_t stream);
 

@@ -3,14 +3,16 @@
 #include <algorithm>
 
 #include "kernels/indexer/indexer.h"
+#include "kernels/launch.cuh"
 
 namespace plumb::kernels {
 namespace indexer {
 namespace {
 
 constexpr int kBins = 2048;
-constexpr int kFewRows = 128;          // that do not fill the GPU: a block of twice as many threads each
-constexpr int kSharedColumns = 32768;  // rows with more columns are read from memory in every pass
+constexpr int kFewRows = 128;  // that do not fill the GPU: a block of twice as many threads each
+// Rows with more columns, or more than fit beside the rest, are read from memory in every pass.
+constexpr int kSharedColumns = 32768;
 
 struct Arguments {
   const float* scores;
@@ -146,14 +148,14 @@ cudaError_t launch_select(const IndexSelection& s, int first_group, int last_gro
   const int group_rows = s.groups->group_rows, first_row = first_group * group_rows;
   const int rows = std::min(s.groups->rows, last_group * group_rows) - first_row;
   const Arguments a{scores, s.device, s.out_begin, s.out, first_row, group_rows, columns, s.topk, s.out_offset};
-  if (columns > kSharedColumns) {
+  const int most = std::min(kSharedColumns, (shared_memory_limit() - static_cast<int>(sizeof(Shared<512>))) / 4);
+  if (columns > most) {
     select_kernel<512, false><<<rows, 512, 0, stream>>>(a);
     return cudaGetLastError();
   }
   const auto launch = [&](auto* kernel, int threads) {
     const int bytes = columns * 4;  // the limit is the same in all calls: a recorded launch keeps relying on it
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedColumns * 4);
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most * 4);
     if (error != cudaSuccess) return error;
     kernel<<<rows, threads, bytes, stream>>>(a);
     return cudaGetLastError();

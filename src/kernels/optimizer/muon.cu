@@ -2,7 +2,9 @@
 
 #include <algorithm>
 
+#include "kernels/device.h"
 #include "kernels/hopper/numbers.cuh"
+#include "kernels/portable/product.cuh"
 #include "kernels/row_linear/wide_product.cuh"
 
 namespace plumb::kernels::optimizer {
@@ -64,13 +66,48 @@ struct StoreNext {  // a X + the product
   }
 };
 
+// The three of them for portable products: own * sum + other * what lies there, which may be nothing.
+struct StoreOne {
+  float own, other;
+  const uint16_t* there;
+  uint16_t* out;
+  int columns;
+  size_t size;  // of a matrix
+  __device__ __forceinline__ void operator()(int matrix, int row, int column, float sum) const {
+    const size_t at = matrix * size + static_cast<size_t>(row) * columns + column;
+    if (there) sum = fmaf(other, portable::from_bf16(there[at]), __fmul_rn(own, sum));
+    out[at] = portable::to_bf16(sum);
+  }
+};
+
 struct Coefficients {
   float a, b, c;
 };
 
+void newton_schulz_step_portable(const Coefficients& k, const uint16_t* x, uint16_t* next, uint16_t* gram,
+                                 uint16_t* polynomial, int count, int rows, int columns, cudaStream_t stream) {
+  const bool tall = rows > columns;
+  const int64_t side = std::min(rows, columns), length = std::max(rows, columns), size = side * length;
+  const portable::Operand across =
+                              tall ? portable::Operand{x, 1, columns, size} : portable::Operand{x, columns, 1, size},
+                          along =
+                              tall ? portable::Operand{x, columns, 1, size} : portable::Operand{x, 1, columns, size};
+  const portable::Operand square{gram, side, 1, side * side}, mixed{polynomial, side, 1, side * side};
+  const int s = static_cast<int>(side), l = static_cast<int>(length);
+  const size_t square_size = side * side;
+  portable::product(across, across, s, s, l, count, StoreOne{1, 0, nullptr, gram, s, square_size}, stream);
+  portable::product(square, square, s, s, s, count, StoreOne{k.c, k.b, gram, polynomial, s, square_size}, stream);
+  const StoreOne store{1, k.a, x, next, columns, static_cast<size_t>(size)};
+  if (tall)
+    portable::product(along, mixed, rows, columns, s, count, store, stream);
+  else
+    portable::product(mixed, along, rows, columns, s, count, store, stream);
+}
+
 // The smaller side is that of the Gram matrix: rows of a wide matrix, columns of a tall one.
 void newton_schulz_step(const Coefficients& k, const uint16_t* x, uint16_t* next, uint16_t* gram, uint16_t* polynomial,
                         int count, int rows, int columns, cudaStream_t stream) {
+  if (!is_hopper()) return newton_schulz_step_portable(k, x, next, gram, polynomial, count, rows, columns, stream);
   using wide_product::launch;
   const bool tall = rows > columns;
   const int side = std::min(rows, columns), length = std::max(rows, columns);

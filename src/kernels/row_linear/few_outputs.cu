@@ -5,6 +5,8 @@
 // both operands agree: lane (r, q) loads the 16 bytes k = 8 q .. 8 q + 7 of row r, and uses the first and second half
 // as its part of two products of 16.
 #include "kernels/row_linear/few_outputs.cuh"
+
+#include "kernels/device.h"
 #include "kernels/row_linear/many_rows.cuh"
 
 namespace plumb::kernels::row_linear {
@@ -81,7 +83,7 @@ __global__ void __launch_bounds__(32 * kWarps) few_outputs_kernel(const Problem 
 
 template <int kTiles>
 void launch(const Problem& p, cudaStream_t stream) {
-  if (p.rows >= kManyRows) return launch_many_rows<kTiles>(p, stream);
+  if (p.rows >= kManyRows && is_hopper()) return launch_many_rows<kTiles>(p, stream);
   constexpr int kBlockRows = 16 * kRowTiles;
   const dim3 blocks((p.rows + kBlockRows - 1) / kBlockRows + (p.first_row ? p.groups : 0),
                     p.adapters.of_row ? p.adapters.count : 1);

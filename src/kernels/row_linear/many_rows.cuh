@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "kernels/hopper/cluster.cuh"
+#include "kernels/hopper/code.cuh"
 #include "kernels/hopper/copy.cuh"
 #include "kernels/hopper/shared_memory.cuh"
 #include "kernels/row_linear/few_outputs.cuh"
@@ -83,8 +84,9 @@ __device__ __forceinline__ void multiply_tile(uint32_t tile, uint32_t weights, i
 
 // Grid: (blocks of rows * parts, adapters).
 template <int kTiles>
-__global__ void __cluster_dims__(kParts, 1, 1) __launch_bounds__(ManyRows<kTiles>::kRound, 3)
+__global__ void PLUMB_CLUSTER(kParts) __launch_bounds__(ManyRows<kTiles>::kRound, 3)
     many_rows_kernel(const Problem p, int block_rows) {
+  if constexpr (!hopper::kHasCode) return __trap();
   using S = ManyRows<kTiles>;
   extern __shared__ __align__(16) uint8_t shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = lane / 4, q = lane % 4;

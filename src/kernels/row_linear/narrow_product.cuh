@@ -6,6 +6,7 @@
 // accumulators.
 #pragma once
 #include "kernels/hopper/barrier.cuh"
+#include "kernels/hopper/code.cuh"
 #include "kernels/hopper/shared_memory.cuh"
 #include "kernels/hopper/tma.cuh"
 #include "kernels/hopper/wgmma_bf16.cuh"
@@ -44,6 +45,7 @@ template <int kRows, bool kPairs, typename Epilogue>
 __global__ void __launch_bounds__(kThreads)
     narrow_kernel(const __grid_constant__ CUtensorMap weight, const __grid_constant__ CUtensorMap x, const Shape shape,
                   const Epilogue epilogue) {
+  if constexpr (!kHasCode) return __trap();
   using M = Memory<kRows, kPairs>;
   constexpr int kStages = M::kStages;
   extern __shared__ __align__(1024) uint8_t shared[];

@@ -6,7 +6,9 @@
 // workspace, and a second kernel adds the parts in the same order.
 #include "kernels/row_linear/row_linear.h"
 
+#include "kernels/device.h"
 #include "kernels/lora/low_rank.cuh"
+#include "kernels/portable/product.cuh"
 #include "kernels/row_linear/narrow_product.cuh"
 #include "kernels/row_linear/wide_product.cuh"
 
@@ -109,6 +111,7 @@ __device__ __forceinline__ void consume(uint32_t start, const Thin& p, Range ran
 template <bool kOneChain>
 __global__ void __launch_bounds__(kThreads, 1)
     thin_kernel(const __grid_constant__ CUtensorMap x, const __grid_constant__ CUtensorMap w, const Thin p) {
+  if constexpr (!kHasCode) return __trap();
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t start = uniform(shared_address(shared));
   const int group = uniform(threadIdx.x / 128);
@@ -309,6 +312,12 @@ void run_one_chain(const uint16_t* x, const Weight& w, const Thin& p, cudaStream
   launch_thin<true>(x, w.data, p, stream);
 }
 
+void run_portable(const uint16_t* x, const Weight& w, const Thin& p, cudaStream_t stream) {
+  const int64_t n = w.n, k = w.k;
+  portable::product({x, w.groups * k, 1, k}, {w.data, k, 1, n * k}, p.rows, w.n, w.k, w.groups,
+                    portable::Store{p.out_f32, p.out_bf16, w.n, p.n, w.n, false, p.low_rank}, stream);
+}
+
 void run(const uint16_t* x, const Weight& w, Thin p, void* workspace, cudaStream_t stream) {
   const char* where = "row_linear: linear";
   check(where, x, p.rows, w.n, w.k, w.data);
@@ -319,6 +328,7 @@ void run(const uint16_t* x, const Weight& w, Thin p, void* workspace, cudaStream
       "with groups, n = " + std::to_string(w.n) + " must be a multiple of 128, k = " + std::to_string(w.k) + " of 64");
   require(p.low_rank.rank == 0 || (w.n % kTile == 0 && p.low_rank.rank % 4 == 0), where,
           "a low rank needs a rank and outputs of multiples of 4 and 128");
+  if (!is_hopper()) return run_portable(x, w, p, stream);
   if (one_chain(w)) return run_one_chain(x, w, p, stream);
   const bool split = by_parts(p);
   require(!split || aligned(workspace, 16), where, "few rows need a workspace, see workspace_bytes");
@@ -334,6 +344,18 @@ void run(const uint16_t* x, const Weight& w, Thin p, void* workspace, cudaStream
 
 // ---- Gradients ------------------------------------------------------------------------------------------------------
 template <typename Store>
+void backward_input_portable(const uint16_t* dy, int rows, const Weight& w, const Store& store,
+                             const lora::LowRank& low_rank, cudaStream_t stream) {
+  const int64_t n = w.n, k = w.k;
+  portable::Store to{nullptr, nullptr, w.k, w.groups * k, k, false, low_rank, false};
+  if constexpr (std::is_same_v<Store, wide_product::StoreBf16>)
+    to.bf16 = store.out;
+  else
+    to.f32 = store.out;
+  portable::product({dy, w.groups * n, 1, n}, {w.data, 1, k, n * k}, rows, w.k, w.n, w.groups, to, stream);
+}
+
+template <typename Store>
 void backward_input(const uint16_t* dy, int rows, const Weight& w, const Store& store, const lora::LowRank& low_rank,
                     cudaStream_t stream) {
   const char* where = "row_linear: linear_backward_input";
@@ -342,11 +364,12 @@ void backward_input(const uint16_t* dy, int rows, const Weight& w, const Store& 
   require(
       w.groups == 1 || (w.groups > 1 && w.n % kDepth == 0 && w.k % wide_product::kColumns == 0), where,
       "with groups, n = " + std::to_string(w.n) + " must be a multiple of 64, k = " + std::to_string(w.k) + " of 256");
+  require(low_rank.rank == 0 || (low_rank.rank % 4 == 0 && w.k % wide_product::kColumns == 0), where,
+          "a low rank needs a rank and inputs of multiples of 4 and 256");
+  if (!is_hopper()) return backward_input_portable(dy, rows, w, store, low_rank, stream);
   const wide_product::Shape shape{rows, w.groups * w.k, w.n, w.groups > 1 ? w.k : 0};
   if (low_rank.rank == 0)
     return wide_product::launch<kColumnsContracted, kRowsContracted>(dy, w.data, shape, store, stream);
-  require(low_rank.rank % 4 == 0 && w.k % wide_product::kColumns == 0, where,
-          "a low rank needs a rank and inputs of multiples of 4 and 256");
   wide_product::launch<kColumnsContracted, kRowsContracted>(dy, w.data, shape,
                                                             AddLowRank<Store>{store, low_rank, w.k, false}, stream);
 }
@@ -381,9 +404,12 @@ void linear_split(const uint16_t* x, int rows, const SplitWeight& w, float* out,
   require(w.groups == 1 && w.n <= kMostFewOutputs && aligned(workspace, 16), "row_linear: linear_split",
           "one weight of at most " + std::to_string(kMostFewOutputs) + " outputs and a workspace are needed");
   Thin p{rows, kPlanes * padded(w.n), w.k, kPlanes * padded(w.n)};
-  const bool split = by_parts(p);
+  const bool split = is_hopper() && by_parts(p);
   (split ? p.parts : p.out_f32) = static_cast<float*>(workspace);
-  launch_thin(x, w.planes, p, stream);
+  if (is_hopper())
+    launch_thin(x, w.planes, p, stream);
+  else
+    run_portable(x, {w.planes, p.n, w.k}, p, stream);
   const int64_t count = static_cast<int64_t>(rows) * w.n;
   add_planes_kernel<<<static_cast<unsigned>((count + 255) / 256), 256, 0, stream>>>(
       static_cast<const float*>(workspace), split ? p.part_count() : 1, rows, w.n, padded(w.n), out);
@@ -425,6 +451,11 @@ void linear_backward_weight(const uint16_t* dy, const uint16_t* x, int rows, int
   check(where, x, rows, n, k, dy);
   require(groups == 1 || (groups > 1 && n % wide_product::kClusterRows == 0), where,
           "with groups, n = " + std::to_string(n) + " must be a multiple of 256");
+  if (!is_hopper()) {
+    const int64_t outs = int64_t{groups} * n, ins = int64_t{groups} * k;
+    return portable::product({dy, 1, outs, n}, {x, 1, ins, k}, n, k, rows, groups,
+                             portable::Store{dw, nullptr, k, k, int64_t{n} * k, true}, stream);
+  }
   wide_product::launch<kRowsContracted, kRowsContracted>(dy, x, {groups * n, k, rows, 0, groups > 1 ? n : 0},
                                                          wide_product::StoreFloats{dw, true}, stream);
 }

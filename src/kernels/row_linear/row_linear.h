@@ -1,10 +1,11 @@
 // Products with weights that are not quantised: y = x W^T with x in bf16, W in bf16 or FP32, FP32 accumulators. Router
 // gate, compressor and indexer projections (bf16 weights), mHC mapping (FP32 weights), and the way down into a LoRA
-// rank. Hopper only. Nothing synchronises with the host. Arguments that a caller can get wrong raise
-// std::invalid_argument; CUDA errors raise std::runtime_error.
+// rank. Nothing synchronises with the host. Arguments that a caller can get wrong raise std::invalid_argument; CUDA
+// errors raise std::runtime_error.
 //
 // Bits. y[row, n] depends on that row of x and on W's row n alone, whatever the number of rows: K is cut into parts
-// that depend on the shape of W only, each part is one chain of tensor-core steps, the parts are added in FP32 in order.
+// that depend on the shape of W only, each part is one chain of tensor-core steps, the parts are added in FP32 in
+// order. (On other GPUs than Hopper one FP32 chain: kernels/portable.)
 #pragma once
 #include <cuda_runtime_api.h>
 

@@ -16,6 +16,7 @@
 
 #include "kernels/hopper/barrier.cuh"
 #include "kernels/hopper/cluster.cuh"
+#include "kernels/hopper/code.cuh"
 #include "kernels/hopper/shared_memory.cuh"
 #include "kernels/hopper/tma.cuh"
 #include "kernels/hopper/wgmma_bf16.cuh"
@@ -186,9 +187,10 @@ __device__ __forceinline__ void consume(uint32_t start, const Shape& s, int owne
 }
 
 template <int kMajorA, int kMajorB, typename Epilogue>
-__global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
+__global__ void PLUMB_CLUSTER(kCluster) __launch_bounds__(kThreads, 1)
     wide_kernel(const __grid_constant__ CUtensorMap a, const __grid_constant__ CUtensorMap b, const Shape shape,
                 const Epilogue epilogue) {
+  if constexpr (!kHasCode) return __trap();
   extern __shared__ __align__(1024) uint8_t shared[];
   const uint32_t start = uniform(shared_address(shared));
   const int group = uniform(threadIdx.x / 128);

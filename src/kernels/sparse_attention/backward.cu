@@ -24,7 +24,10 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "kernels/device.h"
+#include "kernels/hopper/code.cuh"
 #include "kernels/hopper/mma.cuh"
+#include "kernels/portable/attention.h"
 #include "kernels/sparse_attention/backward_parts.cuh"
 
 namespace plumb::kernels {
@@ -496,6 +499,7 @@ struct Consumer {
 __global__ void __launch_bounds__(kThreads, 1)
     backward_kernel(const __grid_constant__ SparseAttentionBackward p, const __grid_constant__ Workspace w,
                     const __grid_constant__ Items items) {
+  if constexpr (!kHasCode) return __trap();
   if (!w.control->run) return;
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
@@ -572,14 +576,19 @@ cudaError_t sparse_attention_backward(const SparseAttentionBackward& p, cudaStre
   }
   const Workspace w = workspace_layout(p, p.workspace).w;
   const int processors = multiprocessors(), items = item_count(p), wide = 8 * processors;
+  const bool portable = !is_hopper();
   const cudaError_t error =
-      cudaFuncSetAttribute(backward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
+      portable ? launch_portable_dq(p, w, stream)
+               : cudaFuncSetAttribute(backward_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
   if (error != cudaSuccess) return error;
 
   const size_t clear_bytes = w.end - reinterpret_cast<uint8_t*>(w.bound);  // bound and sums
   const auto pass = [&](int stride) {
     const int ctas = std::min(processors, (items + stride - 1) / stride);
-    backward_kernel<<<ctas, kThreads, sizeof(Shared), stream>>>(p, w, Items{items, p.heads / kTileHeads, stride});
+    if (portable)
+      launch_portable_dkv(p, w, stride, stream);
+    else
+      backward_kernel<<<ctas, kThreads, sizeof(Shared), stream>>>(p, w, Items{items, p.heads / kTileHeads, stride});
     find_largest_bound<<<wide, 256, 0, stream>>>(w.bound, p.rows, w.control);
   };
   cudaMemsetAsync(w.control, 0, sizeof(Control), stream);

@@ -10,6 +10,8 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "kernels/device.h"
+#include "kernels/portable/attention.h"
 #include "kernels/sparse_attention/forward_parts.cuh"
 
 namespace plumb::kernels {
@@ -272,6 +274,7 @@ cudaError_t sparse_attention_forward(const SparseAttentionForward& p, cudaStream
   using namespace attention;
   if (p.queries < 0 || (p.heads != 64 && p.heads != 128) || !(p.scale > 0)) return cudaErrorInvalidValue;
   if (p.queries == 0) return cudaSuccess;
+  if (!is_hopper()) return launch_portable_forward(p, stream);
   if (few_queries(p)) return launch_few_queries(p, stream);
   const auto kernel = p.kv_fp8 ? forward_kernel<true> : forward_kernel<false>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));

@@ -1,4 +1,4 @@
-// Attention of each query over its own list of keys, on Hopper (sm_90a). One key is one row of 512 that serves as key
+// Attention of each query over its own list of keys. One key is one row of 512 that serves as key
 // and as value for all heads; each head has a sink that joins the denominator of the softmax and adds nothing else:
 //   s[h, k] = scale * q[h] . kv[k]    lse[h] = log(exp(sink[h]) + sum_k exp(s[h, k]))    o[h] = sum_k exp(s[h, k] -
 //   lse[h]) kv[k]

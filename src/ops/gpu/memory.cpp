@@ -5,6 +5,7 @@
 #include <mutex>
 #include <vector>
 
+#include "kernels/device.h"
 #include "ops/gpu/recording.h"
 #include "ops/gpu/support.h"
 
@@ -93,13 +94,15 @@ DeviceStatus look() {
   check(cudaGetDevice(&device), "asking for the device");
   cudaDeviceProp properties;
   check(cudaGetDeviceProperties(&properties, device), "asking for the device");
-  if (properties.major != 9 || properties.minor != 0)
-    return {true, false,
-            std::string(properties.name) + " has compute capability " + std::to_string(properties.major) + "." +
-                std::to_string(properties.minor) + ", the kernels need 9.0"};
+  const std::string capability = std::string(properties.name) + " has compute capability " +
+                                 std::to_string(properties.major) + "." + std::to_string(properties.minor);
+  if (properties.major < 8) return {true, false, capability + ", the kernels need 8.0"};
   static auto& memory = *new StreamMemory(device);
   set_device_memory(&memory);
-  return {true, true, properties.name};
+  DeviceStatus found{true, true, properties.name};
+  if (!kernels::is_hopper())
+    found.warning = capability + ": portable kernels, correct but slow; the fast ones need 9.0";
+  return found;
 }
 
 }  // namespace
