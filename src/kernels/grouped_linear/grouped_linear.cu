@@ -115,7 +115,7 @@ void launch_product(const Weights& w, const Activations& a, const Plan& plan, Ep
   p.n = w.n, p.k_blocks = w.k / kBlock;
   p.block_stride = block_stride(w.k), p.hidden_stride = block_stride(w.n / 2);
   const int64_t tiles = (blocks_of_128 ? 2 : 1) * tile_capacity(plan.groups, plan.rows, plan.n, plan.width);
-  if (!is_hopper()) return launch_portable(w.format, epilogue, tiles, a.values, p, stream);
+  if (!is_hopper()) return launch_portable(w.format, epilogue, plan.width, tiles, a.values, p, stream);
   const CUtensorMap tokens = hopper::byte_matrix_map(a.values, a.rows, w.k, wide ? kWideTokenBox : plan.width);
   if (wide) {
     const CUtensorMap scales = hopper::float_matrix_map(a.scales, a.rows, p.block_stride, kWideRows, kWideScaleBox);

@@ -10,9 +10,11 @@
 namespace plumb::kernels::grouped_linear {
 namespace {
 
+using portable::kFewRows;
 using portable::kThreads;
 using portable::kTile;
 constexpr int kWarps = kThreads / 32;
+constexpr int kSwigluRows = 32;  // of a tile whose gates and ups are in shared memory
 
 __device__ __forceinline__ float from_e4m3(uint8_t code) {
   return __half2float(__half(__nv_cvt_fp8_to_halfraw(code, __NV_E4M3)));
@@ -54,12 +56,12 @@ __device__ __forceinline__ Group group_of(const Problem& p, WeightFormat format,
           p.bases + static_cast<size_t>(group) * (p.n / kBlock) * p.block_stride, format, p.k_blocks, p.block_stride};
 }
 
-// Sums of kTile activation rows from first_row on and kTile weight rows from first_n on, K in the order of places.
-template <typename Store>
+// Sums of kRows activation rows from first_row on and kTile weight rows from first_n on, K in the order of places.
+template <int kRows, typename Store>
 __device__ __forceinline__ void multiply(const Problem& p, const uint8_t* tokens, const Group& w, int first_row,
                                          int rows, int first_n, const Store& store) {
   const int k = p.k_blocks * kBlock;
-  portable::product_tile(
+  portable::product_tile<kRows>(
       k,
       [&](int i, int l) {
         const size_t row = first_row + i;
@@ -73,14 +75,15 @@ __device__ __forceinline__ uint16_t finish(const Problem& p, float sum, int grou
 }
 
 // Grid: (tiles of the list, 256 / kTile).
+template <int kRows>
 __global__ void __launch_bounds__(kThreads) linear_kernel(const Problem p, const uint8_t* tokens, WeightFormat format) {
   if (static_cast<int>(blockIdx.x) >= *p.tile_count) return;
   const Tile tile = p.tiles[blockIdx.x];
   const Group w = group_of(p, format, tile.group);
   const int first_n = tile.weight_tile * kRecordRows + blockIdx.y * kTile;
-  for (int done = 0; done < tile.rows; done += kTile) {
+  for (int done = 0; done < tile.rows; done += kRows) {
     const int first_row = tile.first_row + done, rows = tile.rows - done;
-    multiply(p, tokens, w, first_row, rows, first_n, [&](int i, int j, float sum) {
+    multiply<kRows>(p, tokens, w, first_row, rows, first_n, [&](int i, int j, float sum) {
       if (i < rows)
         p.out[static_cast<size_t>(first_row + i) * p.n + first_n + j] =
             finish(p, sum, tile.group, first_row + i, first_n + j);
@@ -89,17 +92,18 @@ __global__ void __launch_bounds__(kThreads) linear_kernel(const Problem p, const
 }
 
 // Grid: tiles of the list. Gates and ups of a record meet in shared memory.
+template <int kRows>
 __global__ void __launch_bounds__(kThreads) swiglu_kernel(const Problem p, const uint8_t* tokens, WeightFormat format) {
-  __shared__ __align__(16) uint16_t gate_up[kTile][kRecordRows];
+  __shared__ __align__(16) uint16_t gate_up[kRows][kRecordRows];
   if (static_cast<int>(blockIdx.x) >= *p.tile_count) return;
   const Tile tile = p.tiles[blockIdx.x];
   const Group w = group_of(p, format, tile.group);
   const int lane = threadIdx.x % 32;
-  for (int done = 0; done < tile.rows; done += kTile) {
-    const int first_row = tile.first_row + done, rows = min(kTile, tile.rows - done);
+  for (int done = 0; done < tile.rows; done += kRows) {
+    const int first_row = tile.first_row + done, rows = min(kRows, tile.rows - done);
     for (int first = 0; first < kRecordRows; first += kTile) {
       const int first_n = tile.weight_tile * kRecordRows + first;
-      multiply(p, tokens, w, first_row, rows, first_n, [&](int i, int j, float sum) {
+      multiply<kRows>(p, tokens, w, first_row, rows, first_n, [&](int i, int j, float sum) {
         if (i < rows) gate_up[i][first + j] = finish(p, sum, tile.group, first_row + i, first_n + j);
       });
     }
@@ -122,7 +126,7 @@ __global__ void __launch_bounds__(kThreads)
   const int k = p.k_blocks * kBlock, first_k = tile.weight_tile * kRecordRows + blockIdx.y * kTile;
   for (int done = 0; done < tile.rows; done += kTile) {
     const int first_row = tile.first_row + done, rows = tile.rows - done;
-    portable::product_tile(
+    portable::product_tile<kTile>(
         p.n,
         [&](int i, int n) {
           return i < rows ? portable::from_bf16(dy[static_cast<size_t>(first_row + i) * p.n + n]) : 0.f;
@@ -138,13 +142,15 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void launch_portable(WeightFormat format, Epilogue epilogue, int64_t tiles, const uint8_t* tokens, const Problem& p,
-                     cudaStream_t stream) {
+void launch_portable(WeightFormat format, Epilogue epilogue, int width, int64_t tiles, const uint8_t* tokens,
+                     const Problem& p, cudaStream_t stream) {
   const auto count = static_cast<unsigned>(tiles);
+  const bool few = width <= kFewRows;
+  const auto launch = [&](auto* kernel, dim3 blocks) { kernel<<<blocks, kThreads, 0, stream>>>(p, tokens, format); };
   if (epilogue == Epilogue::swiglu)
-    swiglu_kernel<<<count, kThreads, 0, stream>>>(p, tokens, format);
+    launch(few ? swiglu_kernel<kFewRows> : swiglu_kernel<kSwigluRows>, count);
   else
-    linear_kernel<<<dim3(count, kRecordRows / kTile), kThreads, 0, stream>>>(p, tokens, format);
+    launch(few ? linear_kernel<kFewRows> : linear_kernel<kTile>, dim3(count, kRecordRows / kTile));
   check_cuda(cudaGetLastError(), "grouped_linear: launching a portable product");
 }
 

@@ -4,8 +4,8 @@
 
 namespace plumb::kernels::grouped_linear {
 
-// tokens: [rows, k] e4m3.
-void launch_portable(WeightFormat format, Epilogue epilogue, int64_t tiles, const uint8_t* tokens,
+// width: rows of a tile at most; tokens: [rows, k] e4m3.
+void launch_portable(WeightFormat format, Epilogue epilogue, int width, int64_t tiles, const uint8_t* tokens,
                      const Problem& problem, cudaStream_t stream);
 // p.n, p.k_blocks are the weight's; dy: bf16 [rows, n]; p.out: dx.
 void launch_portable_backward_input(WeightFormat format, int64_t tiles, const uint16_t* dy, const Problem& problem,

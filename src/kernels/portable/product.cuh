@@ -11,32 +11,41 @@
 
 namespace plumb::kernels::portable {
 
-constexpr int kTile = 64, kDepth = 16, kThreads = 256;
+constexpr int kTile = 64, kFewRows = 16, kDepth = 32, kThreads = 256;
 
-// kTile x kTile sums by all kThreads threads of a block: store(i, j, sum over l < k of a(i, l) * b(j, l)).
-template <typename A, typename B, typename Store>
+// kRows x kTile sums by all kThreads threads of a block: store(i, j, sum over l < k of a(i, l) * b(j, l)). kRows is a
+// multiple of 16; while a step of K is multiplied, the next one is on its way.
+template <int kRows, typename A, typename B, typename Store>
 __device__ __forceinline__ void product_tile(int k, const A& a, const B& b, const Store& store) {
-  __shared__ float tile_a[kDepth][kTile + 1], tile_b[kDepth][kTile + 1];
-  constexpr int kSide = 16, kOwn = kTile / kSide;  // a thread's sums: every 16th row and column
-  const int x = threadIdx.x % kSide, y = threadIdx.x / kSide;
-  float sum[kOwn][kOwn] = {};
-  for (int first = 0; first < k; first += kDepth) {
-    __syncthreads();  // the tiles before have been read
-    for (int at = threadIdx.x; at < kTile * kDepth; at += kThreads) {
-      const int i = at / kDepth, l = at % kDepth;
-      tile_a[l][i] = first + l < k ? a(i, first + l) : 0.f;
-      tile_b[l][i] = first + l < k ? b(i, first + l) : 0.f;
-    }
-    __syncthreads();
+  __shared__ float tile_a[kDepth][kRows + 1], tile_b[kDepth][kTile + 1];
+  constexpr int kSide = 16, kOwnRows = kRows / kSide, kOwn = kTile / kSide;  // sums of a thread
+  constexpr int kApart = kThreads / kDepth, kOwnA = kRows / kApart, kOwnB = kTile / kApart;
+  const int x = threadIdx.x % kSide, y = threadIdx.x / kSide, own_l = threadIdx.x % kDepth, own = threadIdx.x / kDepth;
+  float next_a[kOwnA], next_b[kOwnB], sum[kOwnRows][kOwn] = {};
+  const auto fetch = [&](int l) {
 #pragma unroll
+    for (int n = 0; n < kOwnA; ++n) next_a[n] = l < k ? a(own + n * kApart, l) : 0.f;
+#pragma unroll
+    for (int n = 0; n < kOwnB; ++n) next_b[n] = l < k ? b(own + n * kApart, l) : 0.f;
+  };
+  fetch(own_l);
+  for (int first = 0; first < k; first += kDepth) {
+    __syncthreads();  // the step before has been read
+#pragma unroll
+    for (int n = 0; n < kOwnA; ++n) tile_a[own_l][own + n * kApart] = next_a[n];
+#pragma unroll
+    for (int n = 0; n < kOwnB; ++n) tile_b[own_l][own + n * kApart] = next_b[n];
+    __syncthreads();
+    fetch(first + kDepth + own_l);
+#pragma unroll 8
     for (int l = 0; l < kDepth; ++l)
 #pragma unroll
-      for (int i = 0; i < kOwn; ++i)
+      for (int i = 0; i < kOwnRows; ++i)
 #pragma unroll
         for (int j = 0; j < kOwn; ++j) sum[i][j] = fmaf(tile_a[l][y + kSide * i], tile_b[l][x + kSide * j], sum[i][j]);
   }
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i)
+  for (int i = 0; i < kOwnRows; ++i)
 #pragma unroll
     for (int j = 0; j < kOwn; ++j) store(y + kSide * i, x + kSide * j, sum[i][j]);
 }
@@ -49,6 +58,7 @@ __device__ __forceinline__ float add_low_rank(float sum, const lora::LowRank& l,
   const int adapter = l.adapter ? l.adapter[row] : 0, inside = o.first % 32;
   if (l.rank == 0 || adapter < 0) return sum;
   o.first -= inside;
+#pragma unroll 1
   for (int j = 0; j < l.rank; ++j) {
     const uint32_t* four = lora::factor_of(l, adapter, o, j / 4 * 4);
     const int pair = j % 4 / 2, shift = j % 2 * 16;  // high parts, two words further the low ones
@@ -67,14 +77,14 @@ struct Operand {
 };
 
 // Grid: (tiles of columns, tiles of rows, groups). store(group, row, column, sum).
-template <typename Store>
+template <int kRows, typename Store>
 __global__ void __launch_bounds__(kThreads)
     product_kernel(const Operand a, const Operand b, int rows, int columns, int k, const Store store) {
-  const int group = blockIdx.z, first_row = blockIdx.y * kTile, first_column = blockIdx.x * kTile;
+  const int group = blockIdx.z, first_row = blockIdx.y * kRows, first_column = blockIdx.x * kTile;
   const auto element = [group](const Operand& o, int i, int count, int l) {
     return i < count ? from_bf16(o.data[group * o.group + i * o.row + l * o.k]) : 0.f;
   };
-  product_tile(
+  product_tile<kRows>(
       k, [&](int i, int l) { return element(a, first_row + i, rows, l); },
       [&](int j, int l) { return element(b, first_column + j, columns, l); },
       [&](int i, int j, float sum) {
@@ -85,8 +95,11 @@ __global__ void __launch_bounds__(kThreads)
 template <typename Store>
 void product(const Operand& a, const Operand& b, int rows, int columns, int k, int groups, const Store& store,
              cudaStream_t stream) {
-  const auto tiles = [](int count) { return static_cast<unsigned>((count + kTile - 1) / kTile); };
-  product_kernel<<<dim3(tiles(columns), tiles(rows), groups), kThreads, 0, stream>>>(a, b, rows, columns, k, store);
+  const auto launch = [&](auto* kernel, int tile_rows) {
+    const dim3 tiles((columns + kTile - 1) / kTile, (rows + tile_rows - 1) / tile_rows, groups);
+    kernel<<<tiles, kThreads, 0, stream>>>(a, b, rows, columns, k, store);
+  };
+  rows <= kFewRows ? launch(product_kernel<kFewRows, Store>, kFewRows) : launch(product_kernel<kTile, Store>, kTile);
   check_cuda(cudaGetLastError(), "launching a portable product");
 }
 
