@@ -26,11 +26,12 @@ if(PLUMB_HAS_CUDA)
   target_include_directories(plumb_kernels PUBLIC ${PLUMB_SRC} ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
   target_compile_definitions(plumb_kernels PUBLIC PLUMB_HAS_CUDA=1)
   target_compile_options(plumb_kernels PRIVATE -O3 --expt-relaxed-constexpr -lineinfo -Xcompiler=-Wall,-Wextra)
-  # Kernels whose registers are planned to the last one: a spill is an error.
+  # Kernels whose registers are planned to the last one: a spill is an error. (Not by -Xptxas=--warning-as-error: what is handed to
+  # ptxas is kept beside the PTX, and the driver would refuse spills of any other GPU.)
   file(GLOB hot_sources CONFIGURE_DEPENDS
        ${PLUMB_SRC}/kernels/compressor/*.cu ${PLUMB_SRC}/kernels/hyper_connections/*.cu ${PLUMB_SRC}/kernels/indexer/*.cu
        ${PLUMB_SRC}/kernels/norm/*.cu ${PLUMB_SRC}/kernels/rotary/*.cu ${PLUMB_SRC}/kernels/sparse_attention/*.cu)
-  set_source_files_properties(${hot_sources} PROPERTIES COMPILE_OPTIONS "-Xptxas=--warn-on-spills,--warning-as-error")
+  set_source_files_properties(${hot_sources} PROPERTIES COMPILE_OPTIONS "-Xptxas=--warn-on-spills;-Werror=all-warnings")
   set(hopper_sources
       ${PLUMB_SRC}/kernels/grouped_linear/wide.cu ${PLUMB_SRC}/kernels/grouped_linear/narrow.cu
       ${PLUMB_SRC}/kernels/grouped_linear/slab.cu ${PLUMB_SRC}/kernels/grouped_linear/backward_input.cu
