@@ -113,9 +113,12 @@ __global__ void __launch_bounds__(kThreads) forward_kernel(const __grid_constant
 struct Weighing {
   Channels q, d_o;
   float lse2, delta, scale;
-  __device__ __forceinline__ Weighing(const SparseAttentionBackward& p, const Workspace& w, size_t row, int lane)
-      : lse2(__ldg(p.lse + row) * kLog2e), delta(__ldg(w.delta + row)), scale(p.scale) {
+  __device__ __forceinline__ Weighing(const SparseAttentionBackward& p, size_t row, int lane)
+      : lse2(__ldg(p.lse + row) * kLog2e), scale(p.scale) {
     load_row(p.q, row, lane, q), load_row(p.d_o, row, lane, d_o);
+    Channels o;
+    load_row(p.o, row, lane, o);
+    delta = dot(o, d_o);
   }
   // Rounded as they meet values.
   __device__ __forceinline__ float2 operator()(const Channels& key) const {
@@ -124,12 +127,13 @@ struct Weighing {
   }
 };
 
-// Grid: (queries, heads / kWarps).
+// And D for d_sink. Grid: (queries, heads / kWarps).
 __global__ void __launch_bounds__(kThreads)
     dq_kernel(const __grid_constant__ SparseAttentionBackward p, const __grid_constant__ Workspace w) {
   const int lane = threadIdx.x % 32, query = blockIdx.x, head = blockIdx.y * kWarps + threadIdx.x / 32;
   const size_t row = static_cast<size_t>(query) * p.heads + head;
-  const Weighing weigh(p, w, row, lane);
+  const Weighing weigh(p, row, lane);
+  if (lane == 0) w.delta[row] = weigh.delta;
   Channels key, dq = {};
   const int first = p.lists.begin[query];
   each_key(p.lists, first, p.lists.begin[query + 1] - first, [&](int, int at) {
@@ -157,7 +161,7 @@ __global__ void __launch_bounds__(kThreads)
     const int count = min(kBlock, item.length - done), first = item.first + done;
     __syncthreads();
     for (int head = warp; head < kTileHeads; head += kWarps) {
-      const Weighing weigh(p, w, first_head + head, lane);
+      const Weighing weigh(p, first_head + head, lane);
       Channels key;
       each_key(p.lists, first, count, [&](int k, int at) {
         load_row(p.kv, at, lane, key);
@@ -191,13 +195,12 @@ __global__ void __launch_bounds__(kThreads)
         if (lane == 0) largest_of[k][warp] = largest;
       }
       __syncthreads();
-      if (threadIdx.x < kKeys * 4 && keys + static_cast<int>(threadIdx.x) / 4 < count) {  // a quarter of a key's row
-        const int k = threadIdx.x / 4, quarter = threadIdx.x % 4, row = p.lists.row[first + keys + k];
-        if (row >= 0) {
-          const float largest = max_nan(largest_of[k][2 * quarter], largest_of[k][2 * quarter + 1]);
-          atomicAdd(w.bound + static_cast<size_t>(row) * 4 + quarter, bound_units(largest, fixed_scale));
-          largest_term = max_nan(largest_term, largest);
-        }
+      const int k = threadIdx.x, row = k < kKeys && keys + k < count ? p.lists.row[first + keys + k] : -1;
+      if (row >= 0) {
+        float largest = 0;
+        for (int i = 0; i < kWarps; ++i) largest = max_nan(largest, largest_of[k][i]);
+        atomicAdd(w.bound + row, bound_units(largest, fixed_scale));
+        largest_term = max_nan(largest_term, largest);
       }
       __syncthreads();
     }
