@@ -98,8 +98,6 @@ double rounded(double d, double step) { return std::hypot(d, std::sqrt(d * step)
 constexpr double kBf16 = 1.0 / 128, kFp8 = 1.0 / 8, kFp4 = 1.0 / 2;
 // FP32 sums in another order, through the 20 rounds of Sinkhorn.
 constexpr double kSums = 1e-5;
-// The kernels round the weights of keys to bf16 before they meet the values, the CPU does not: half a step at most.
-constexpr double kWeights = kBf16 / 4;
 // Of gradients: the same forward differences, and twice as many links of the chain, each rounded to bf16; the
 // attention's dS is a difference of two terms of its own size.
 constexpr double kGradient = 1.5e-1;
@@ -246,9 +244,10 @@ void expect_layer_agrees(int layer, bool with_adapter) {
     const auto items = [](const ops::RowLists& lists) { return static_cast<double>(lists.row.numel()); };
     swapped = std::sqrt(2 * (1 - common) * items(h.selected) / items(h.lists));
   }
-  // A key enters twice, in the score and as the value; scores are about 1, so their differences are as large.
+  // A key enters twice, in the score and as the value; scores are about 1, so their differences are as large. Weights
+  // of keys and outputs are rounded to bf16.
   const double turned =
-      stage("turned", g.core.turned, h.core.turned, std::hypot(2 * std::hypot(q, keys, keys), swapped, kWeights));
+      stage("turned", g.core.turned, h.core.turned, std::hypot(rounded(2 * std::hypot(q, keys, keys), kBf16), swapped));
   const double a = stage("a", gpu.saved.a, cpu.saved.a, rounded(turned, kFp8));
   const double mid = stage("mid", gpu.saved.mid, cpu.saved.mid, a);  // the streams' own part is the same
   // A weighted sum of the streams, whose weights depend on them.
