@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <ctime>
 #include <functional>
+#include <map>
 #include <string>
 #include <thread>
 #include <vector>
@@ -106,6 +107,14 @@ inline double graph_ms(int launches, const std::function<void(int, cudaStream_t)
   cudaGraphExecDestroy(executable), cudaGraphDestroy(graph), cudaStreamDestroy(stream);
   return ms / launches;
 }
+// Copies of a kernel's data between which its launches take turns, so that no launch finds its data in the L2 cache
+// (50 MB), nor that of the launch before still to be written back in a time of its own.
+inline int cold_copies(double bytes) { return 1 + static_cast<int>(4e8 / bytes); }
+// As part of a run of launches whose data is not in the cache; run(copy, stream). -> ms of one.
+inline double cold_ms(int copies, const std::function<void(int, cudaStream_t)>& run) {
+  const int launches = (15 / copies + 1) * copies;
+  return graph_ms(launches, [&](int i, cudaStream_t stream) { run(i % copies, stream); });
+}
 // fresh: a few launches after a rest; sustained: many in a row, when the power limit has pulled the clock down.
 struct Timing {
   double fresh, sustained;
@@ -144,6 +153,18 @@ static __global__ void __launch_bounds__(256, 1) peak_kernel(const uint4* random
 #pragma unroll
   for (int i = 0; i < 128; ++i) sum += d[i];
   out[blockIdx.x * 256 + threadIdx.x] = sum;
+}
+
+// 16 bytes a lane, four of them in flight.
+static __global__ void __launch_bounds__(256) plain_copy_kernel(const uint4* from, uint4* to, size_t units) {
+  const size_t first = blockIdx.x * size_t{1024} + threadIdx.x;
+  uint4 v[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (first + i * 256 < units) v[i] = from[first + i * 256];
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (first + i * 256 < units) to[first + i * 256] = v[i];
 }
 
 class Report {
@@ -193,6 +214,13 @@ class Report {
     std::printf("%-58s %9.4f ms %5.2f TB/s %3.0f %% of the copy rate\n", what.c_str(), ms, rate, 100 * rate / copy_);
     figure(what, rate, "TB/s", ms, 100 * rate / copy_);
   }
+  // The same, timed by cold_ms; and as percent of the rate that a plain copy of as many bytes reaches, timed alike.
+  void cold(const std::string& what, double bytes, double ms) {
+    const double rate = bytes / ms * 1e-9, ceiling = copy_of(bytes);
+    std::printf("%-58s %9.4f ms %5.2f TB/s %3.0f %% of the copy rate, %3.0f %% of a copy of this size (%.2f TB/s)\n",
+                what.c_str(), ms, rate, 100 * rate / copy_, 100 * rate / ceiling, ceiling);
+    figure(what, rate, "TB/s", ms, 100 * rate / copy_, 100 * rate / ceiling);
+  }
   void time(const std::string& what, double ms) {
     std::printf("%-58s %9.2f us\n", what.c_str(), ms * 1e3);
     figure(what, ms * 1e3, "us", ms);
@@ -218,19 +246,40 @@ class Report {
   double copy() const { return copy_; }  // TB/s
 
  private:
-  void figure(const std::string& what, double value, const char* unit, double ms = 0, double percent = 0) {
+  // TB/s of the driver's copy or of plain_copy_kernel, whichever is faster; bytes read and written.
+  double copy_of(double bytes) {
+    const size_t half = static_cast<size_t>(bytes / 32) * 16;
+    if (const auto known = copies_.find(half); known != copies_.end()) return known->second;
+    const int copies = cold_copies(bytes);
+    const Array<uint8_t> from(half * copies), to(half * copies);
+    normal_kernel<<<2048, 256>>>(reinterpret_cast<uint16_t*>(from.get()), half * copies / 2, 1.f, 0.f, 1);
+    const double driver = cold_ms(copies, [&](int i, cudaStream_t stream) {
+      cudaMemcpyAsync(to.get() + i * half, from.get() + i * half, half, cudaMemcpyDeviceToDevice, stream);
+    });
+    const double plain = cold_ms(copies, [&](int i, cudaStream_t stream) {
+      plain_copy_kernel<<<static_cast<unsigned>((half / 16 + 1023) / 1024), 256, 0, stream>>>(
+          reinterpret_cast<const uint4*>(from.get() + i * half), reinterpret_cast<uint4*>(to.get() + i * half),
+          half / 16);
+    });
+    return copies_[half] = 2e-9 * half / std::min(driver, plain);
+  }
+  void figure(const std::string& what, double value, const char* unit, double ms = 0, double percent = 0,
+              double percent_of_size = 0) {
     char line[320];
     int length = std::snprintf(line, sizeof line, "%s    {\"name\": \"%s\", \"value\": %.4g, \"unit\": \"%s\"",
                                figures_.empty() ? "" : ",\n", what.c_str(), value, unit);
     if (ms > 0) length += std::snprintf(line + length, sizeof line - length, ", \"ms\": %.4g", ms);
     if (percent > 0)
       length += std::snprintf(line + length, sizeof line - length, ", \"percent_of_ceiling\": %.1f", percent);
+    if (percent_of_size > 0)
+      length += std::snprintf(line + length, sizeof line - length, ", \"percent_of_same_size\": %.1f", percent_of_size);
     std::snprintf(line + length, sizeof line - length, "}");
     figures_ += line;
   }
   const char* name_;
   std::string device_, figures_;
   double peak_ = 0, copy_ = 0;
+  std::map<size_t, double> copies_;
 };
 
 }  // namespace plumb::bench

@@ -10,27 +10,30 @@ int main(int argc, char** argv) {
   Report report("norm");
   const int rows = 16384;
   for (const int width : {1024, 4096}) {
-    Array<uint16_t> x(size_t(rows) * width, 1, 1), d(x.size(), 1, 2);
+    const size_t count = size_t(rows) * width;
+    const double bytes = 2.0 * count;
+    const int copies = cold_copies(3 * bytes);
+    Array<uint16_t> x(count * copies, 1, 1), d(x.size(), 1, 2);
     Array<float> weight(width, 0.1f, 3, 1);
     Array<uint16_t> y(x.size());
     Array<uint8_t> values(x.size()), workspace(rms_norm_backward_workspace(rows, width));
-    Array<float> scales(size_t(rows) * width / 128), dw(width);
-    const double bytes = 2.0 * x.size();
+    Array<float> scales(x.size() / 128), dw(width);
     const std::string name = "norm of " + std::to_string(width);
-    double ms = median_ms(11, [&] {
-      check(rms_norm({x.get(), weight.get(), y.get(), values.get(), scales.get(), rows, width, 1e-6f}, nullptr));
+    double ms = cold_ms(copies, [&](int i, cudaStream_t stream) {
+      check(rms_norm({x.get() + i * count, weight.get(), y.get() + i * count, values.get() + i * count,
+                      scales.get() + i * count / 128, rows, width, 1e-6f},
+                     stream));
     });
-    report.bytes(name + " with FP8 codes", bytes * 2.5, ms);
-    ms = median_ms(11, [&] {
-      check(
-          rms_norm_backward({x.get(), d.get(), weight.get(), y.get(), nullptr, nullptr, rows, width, 1e-6f}, nullptr));
-    });
-    report.bytes(name + ", backward", bytes * 3, ms);
-    ms = median_ms(11, [&] {
-      check(rms_norm_backward({x.get(), d.get(), weight.get(), y.get(), dw.get(), workspace.get(), rows, width, 1e-6f},
-                              nullptr));
-    });
-    report.bytes(name + ", backward with weight", bytes * 3, ms);
+    report.cold(name + " with FP8 codes", bytes * 2.5, ms);
+    const auto backward = [&](float* d_weight) {
+      return cold_ms(copies, [&](int i, cudaStream_t stream) {
+        check(rms_norm_backward({x.get() + i * count, d.get() + i * count, weight.get(), y.get() + i * count, d_weight,
+                                 d_weight ? workspace.get() : nullptr, rows, width, 1e-6f},
+                                stream));
+      });
+    };
+    report.cold(name + ", backward", bytes * 3, backward(nullptr));
+    report.cold(name + ", backward with weight", bytes * 3, backward(dw.get()));
   }
   std::vector<int> positions(rows);
   std::vector<float> frequencies(32);
@@ -50,28 +53,32 @@ int main(int argc, char** argv) {
   for (const Line& l :
        {Line{"query heads: norm, rotation", 64, 512, VectorNorm::plain, VectorStorage::plain},
         Line{"keys: norm, rotation, FP8", 1, 512, VectorNorm::weighted, VectorStorage::fp8},
-        Line{"index queries: rotation, Hadamard, FP4", 64, 128, VectorNorm::none, VectorStorage::fp4},
-        Line{"index keys: norm, rotation, Hadamard, FP4", 1, 128, VectorNorm::weighted, VectorStorage::fp4},
+        Line{"index keys: norm, rotation, Hadamard, records", 1, 128, VectorNorm::weighted, VectorStorage::fp4_record},
         Line{"index queries: rotation, Hadamard, records", 64, 128, VectorNorm::none, VectorStorage::fp4_record}}) {
-    Array<uint16_t> x(size_t(rows) * l.vectors * l.width, 1, 1), d(x.size(), 1, 2);
+    const size_t count = size_t(rows) * l.vectors * l.width;
+    const double in = 2.0 * count, out = l.storage == VectorStorage::fp4_record ? 1.125 * count : in;
+    const int copies = cold_copies(in + out);
+    Array<uint16_t> x(count * copies, 1, 1), d(x.size(), 1, 2);
     Array<float> weight(l.width, 0.1f, 3, 1);
     Array<uint16_t> y(x.size());
-    const bool weighted = l.norm == VectorNorm::weighted;
-    double ms = median_ms(11, [&] {
-      check(finish_vectors({x.get(), weighted ? weight.get() : nullptr, table.get(), nullptr, y.get(), rows, l.vectors,
-                            l.width, l.norm, l.storage, 1e-6f},
-                           nullptr));
+    const float* w = l.norm == VectorNorm::weighted ? weight.get() : nullptr;
+    double ms = cold_ms(copies, [&](int i, cudaStream_t stream) {
+      check(finish_vectors({x.get() + i * count, w, table.get(), nullptr, y.get() + i * count, rows, l.vectors, l.width,
+                            l.norm, l.storage, 1e-6f},
+                           stream));
     });
-    report.bytes(l.what, (l.storage == VectorStorage::fp4_record ? 3.125 : 4.0) * x.size(), ms);
-    ms = median_ms(11, [&] {
-      check(finish_vectors_backward({x.get(), d.get(), weighted ? weight.get() : nullptr, table.get(), y.get(), nullptr,
-                                     nullptr, rows, l.vectors, l.width, l.norm, l.storage, 1e-6f},
-                                    nullptr));
+    report.cold(l.what, in + out, ms);
+    ms = cold_ms(copies, [&](int i, cudaStream_t stream) {
+      check(finish_vectors_backward({x.get() + i * count, d.get() + i * count, w, table.get(), y.get() + i * count,
+                                     nullptr, nullptr, rows, l.vectors, l.width, l.norm, l.storage, 1e-6f},
+                                    stream));
     });
-    report.bytes(std::string(l.what) + ", backward", (l.norm == VectorNorm::none ? 4.0 : 6.0) * x.size(), ms);
+    report.cold(std::string(l.what) + ", backward", (l.norm == VectorNorm::none ? 2 : 3) * in, ms);
     if (l.vectors == 64 && l.width == 512) {
-      ms = median_ms(11, [&] { check(rotate_tails(y.get(), table.get(), rows, 64, 512, true, nullptr)); });
-      report.bytes("attention outputs: tails rotated back, in place", 2.0 * 128 * 64 * rows, ms);
+      ms = cold_ms(copies, [&](int i, cudaStream_t stream) {
+        check(rotate_tails(y.get() + i * count, table.get(), rows, 64, 512, true, stream));
+      });
+      report.cold("attention outputs: tails rotated back, in place", 2.0 * 128 * 64 * rows, ms);
     }
   }
   report.write(argc, argv);

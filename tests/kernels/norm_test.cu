@@ -169,12 +169,9 @@ struct Kind {
 const Kind kKinds[] = {
     {512, VectorNorm::plain, VectorStorage::plain},        {512, VectorNorm::weighted, VectorStorage::plain},
     {512, VectorNorm::weighted, VectorStorage::fp8},       {128, VectorNorm::none, VectorStorage::plain},
-    {128, VectorNorm::none, VectorStorage::fp4},           {128, VectorNorm::weighted, VectorStorage::plain},
-    {128, VectorNorm::weighted, VectorStorage::fp4},       {128, VectorNorm::none, VectorStorage::fp4_record},
+    {128, VectorNorm::weighted, VectorStorage::plain},     {128, VectorNorm::none, VectorStorage::fp4_record},
     {128, VectorNorm::weighted, VectorStorage::fp4_record}};
-bool is_fp4(const Kind& kind) {
-  return kind.storage == VectorStorage::fp4 || kind.storage == VectorStorage::fp4_record;
-}
+bool is_fp4(const Kind& kind) { return kind.storage == VectorStorage::fp4_record; }
 
 void round_all(Vector& v) {
   for (double& x : v) x = plumb::round_bf16(static_cast<float>(x));

@@ -11,7 +11,9 @@ namespace {
 constexpr int kThreads = 256;
 template <int kSlots>
 constexpr int kPoolThreads = kSlots == 8 ? 128 : 256;  // small blocks: registers hold five of them
-constexpr int kThreadSlots = 8;  // of a thread; ratio 128 shares an entry's slots among 16 threads
+template <int kSlots>
+constexpr int kPoolBlocks = kSlots == 8 ? 5 : 2;  // at least, of a multiprocessor
+constexpr int kThreadSlots = 8;                   // of a thread; ratio 128 shares an entry's slots among 16 threads
 
 struct Four {
   float v[4];
@@ -46,30 +48,37 @@ __device__ __forceinline__ const float* ape_of(const CompressedPooling& p, int s
   return p.ape + (static_cast<size_t>(slot % S::kRatio) * S::kHalves + slot / S::kRatio) * p.width + channel;
 }
 
-// Combines a value of each of kGroups threads (tid = group * quads + quad) in order of the groups; all get the result.
-template <int kGroups, int kQuads, class Combine>
-__device__ __forceinline__ void combine_groups(Four& x, float4 (&shared)[kGroups][kQuads], const Combine& combine) {
-  if constexpr (kGroups > 1) {
-    const int group = threadIdx.x / kQuads, quad = threadIdx.x % kQuads;
-    __syncthreads();  // the array is used several times
-    shared[group][quad] = make_float4(x.v[0], x.v[1], x.v[2], x.v[3]);
-    __syncthreads();
-    float4 total = shared[0][quad];
+// The entry's channels and what the backward pass needs of them, from the sum of the slots' weights and of their
+// products.
+__device__ __forceinline__ float pooled_entry(float top, float& sum, float pooled) {
+  const float value = pooled / sum;
+  sum = top + logf(sum);
+  return value;
+}
+
+// Of the threads with the same quad of channels; all get it.
+template <int kQuads>
+__device__ __forceinline__ Four largest_of_groups(Four x) {
+  constexpr int kWarps = kPoolThreads<128> / 32;
+  static_assert(kQuads == 16);
+  __shared__ float4 shared[kWarps][kQuads];
+  const int quad = threadIdx.x % kQuads;
 #pragma unroll
-    for (int g = 1; g < kGroups; ++g) {
-      const float4 other = shared[g][quad];
-      total.x = combine(total.x, other.x), total.y = combine(total.y, other.y);
-      total.z = combine(total.z, other.z), total.w = combine(total.w, other.w);
-    }
-    x = {{total.x, total.y, total.z, total.w}};
+  for (int c = 0; c < 4; ++c) x.v[c] = fmaxf(x.v[c], __shfl_xor_sync(~0u, x.v[c], kQuads));
+  if (threadIdx.x % 32 < kQuads) shared[threadIdx.x / 32][quad] = make_float4(x.v[0], x.v[1], x.v[2], x.v[3]);
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    const float4 other = shared[w][quad];
+    x = {{fmaxf(x.v[0], other.x), fmaxf(x.v[1], other.y), fmaxf(x.v[2], other.z), fmaxf(x.v[3], other.w)}};
   }
+  return x;
 }
 
 template <int kSlots>
-__global__ void __launch_bounds__(kPoolThreads<kSlots>)
-    pool_kernel(const __grid_constant__ CompressedPooling p, uint2* entries, float* total, float* value) {
+__global__ void __launch_bounds__(kPoolThreads<kSlots>, kPoolBlocks<kSlots>)
+    pool_kernel(const __grid_constant__ CompressedPooling p, uint16_t* entries, float* total, float* value) {
   constexpr int kGroups = kSlots / kThreadSlots, kQuads = kPoolThreads<kSlots> / kGroups;
-  __shared__ float4 shared[kGroups][kQuads];
   const int group = threadIdx.x / kQuads, quads = p.width / 4;
   const int item = blockIdx.x * kQuads + threadIdx.x % kQuads;  // (entry, four channels)
   const bool exists = item < p.entries * quads;
@@ -91,7 +100,7 @@ __global__ void __launch_bounds__(kPoolThreads<kSlots>)
 #pragma unroll
     for (int c = 0; c < 4; ++c) score[i].v[c] += bias.v[c], top.v[c] = fmaxf(top.v[c], score[i].v[c]);
   }
-  combine_groups(top, shared, [](float a, float b) { return fmaxf(a, b); });
+  if constexpr (kGroups > 1) top = largest_of_groups<kQuads>(top);
   Four sum{}, pooled{};
 #pragma unroll
   for (int i = 0; i < kThreadSlots; ++i)
@@ -100,15 +109,36 @@ __global__ void __launch_bounds__(kPoolThreads<kSlots>)
       const float weight = expf(score[i].v[c] - top.v[c]);
       sum.v[c] += weight, pooled.v[c] = fmaf(weight, v[i].v[c], pooled.v[c]);
     }
-  const auto add = [](float a, float b) { return a + b; };
-  combine_groups(sum, shared, add);
-  combine_groups(pooled, shared, add);
-  if (!exists || group != 0) return;
+  if constexpr (kGroups == 1) {
+    if (!exists) return;
 #pragma unroll
-  for (int c = 0; c < 4; ++c) pooled.v[c] /= sum.v[c], sum.v[c] = top.v[c] + logf(sum.v[c]);
-  entries[item] = make_uint2(hopper::pack_bf16(pooled.v[0], pooled.v[1]), hopper::pack_bf16(pooled.v[2], pooled.v[3]));
-  if (total)
-    store_four(sum, total + static_cast<size_t>(item) * 4), store_four(pooled, value + static_cast<size_t>(item) * 4);
+    for (int c = 0; c < 4; ++c) pooled.v[c] = pooled_entry(top.v[c], sum.v[c], pooled.v[c]);
+    reinterpret_cast<uint2*>(entries)[item] =
+        make_uint2(hopper::pack_bf16(pooled.v[0], pooled.v[1]), hopper::pack_bf16(pooled.v[2], pooled.v[3]));
+    if (total)
+      store_four(sum, total + static_cast<size_t>(item) * 4), store_four(pooled, value + static_cast<size_t>(item) * 4);
+  } else {
+    // From here on a thread has one channel, and adds what the groups have of it in order. All exist: a block has
+    // channels of one entry.
+    constexpr int kChannels = kQuads * 4;
+    __shared__ float sums[2][kGroups][kChannels], tops[kChannels];
+    const int quad = threadIdx.x % kQuads;
+    store_four(sum, &sums[0][group][quad * 4]), store_four(pooled, &sums[1][group][quad * 4]);
+    if (group == 0) store_four(top, &tops[quad * 4]);
+    __syncthreads();
+    if (threadIdx.x >= kChannels) return;
+    float all[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      all[i] = sums[i][0][threadIdx.x];
+#pragma unroll
+      for (int g = 1; g < kGroups; ++g) all[i] += sums[i][g][threadIdx.x];
+    }
+    const float result = pooled_entry(tops[threadIdx.x], all[0], all[1]);
+    const size_t at = static_cast<size_t>(blockIdx.x) * kChannels + threadIdx.x;
+    entries[at] = __bfloat16_as_ushort(__float2bfloat16_rn(result));
+    if (total) total[at] = all[0], value[at] = result;
+  }
 }
 
 // Gradients of one slot: dv = w de, dscore = w (v - entry) de, w = exp(score - total).
@@ -151,7 +181,7 @@ __global__ void __launch_bounds__(kThreads) rows_backward_kernel(const __grid_co
   store_four(d_gate, b.d_gate + item * 4);
 }
 
-constexpr int kApeEntries = 32;  // whose gradients one thread adds up
+constexpr int kApeEntries = 16;  // whose gradients one thread adds up
 
 // A thread has four channels of one slot. Partial sums [chunks][slots][width].
 template <int kSlots>
@@ -173,14 +203,22 @@ __global__ void __launch_bounds__(kThreads) ape_kernel(const __grid_constant__ C
   }
   store_four(sum, static_cast<float*>(b.workspace) + (static_cast<size_t>(blockIdx.y) * kSlots * p.width) + item * 4);
 }
+// A warp has an eighth of the chunks of 32 numbers (slot, channel).
 template <int kSlots>
 __global__ void __launch_bounds__(kThreads) add_ape_kernel(const float* partial, int chunks, int width, float* d_ape) {
   using S = Shape<kSlots>;
-  const int item = blockIdx.x * kThreads + threadIdx.x;  // (slot, channel)
-  if (item >= kSlots * width) return;
+  constexpr int kParts = kThreads / 32;
+  __shared__ float sums[kParts][32];
+  const int part = threadIdx.x / 32, lane = threadIdx.x % 32, item = blockIdx.x * 32 + lane;
   float sum = 0;
-#pragma unroll 8
-  for (int c = 0; c < chunks; ++c) sum += partial[static_cast<size_t>(c) * kSlots * width + item];
+#pragma unroll 16
+  for (int c = chunks * part / kParts; c < chunks * (part + 1) / kParts; ++c)
+    sum += partial[static_cast<size_t>(c) * kSlots * width + item];
+  sums[part][lane] = sum;
+  __syncthreads();
+  if (part != 0) return;
+#pragma unroll
+  for (int i = 1; i < kParts; ++i) sum += sums[i][lane];
   const int slot = item / width;
   d_ape[(static_cast<size_t>(slot % S::kRatio) * S::kHalves + slot / S::kRatio) * width + item % width] += sum;
 }
@@ -211,8 +249,8 @@ void launch_backward(const CompressedPoolingBackward& b, cudaStream_t stream) {
   if (items > 0) rows_backward_kernel<kSlots><<<blocks_for(items, kThreads), kThreads, 0, stream>>>(b);
   if (b.d_ape == nullptr || p.entries == 0) return;
   ape_kernel<kSlots><<<dim3(blocks_for(kSlots * (p.width / 4), kThreads), ape_chunks(p)), kThreads, 0, stream>>>(b);
-  add_ape_kernel<kSlots><<<blocks_for(kSlots * p.width, kThreads), kThreads, 0, stream>>>(
-      static_cast<const float*>(b.workspace), ape_chunks(p), p.width, b.d_ape);
+  add_ape_kernel<kSlots><<<kSlots * p.width / 32, kThreads, 0, stream>>>(static_cast<const float*>(b.workspace),
+                                                                         ape_chunks(p), p.width, b.d_ape);
 }
 
 }  // namespace
@@ -224,7 +262,7 @@ cudaError_t pool_entries(const CompressedPooling& p, void* entries, float* total
   if (p.entries == 0) return cudaSuccess;
   const int items = p.entries * (p.width / 4), threads = p.slots == 8 ? kPoolThreads<8> : kPoolThreads<128>;
   const int quads = threads * kThreadSlots / p.slots;
-  auto* to = static_cast<uint2*>(entries);
+  auto* to = static_cast<uint16_t*>(entries);
   if (p.slots == 8)
     pool_kernel<8><<<blocks_for(items, quads), threads, 0, stream>>>(p, to, total, value);
   else

@@ -11,7 +11,7 @@ namespace {
 constexpr int kFinishTokens = 32, kFinishThreads = 256;
 
 struct FinishArguments {
-  const float* partial;  // [slices][kSums][padded]
+  const float *products, *squares;  // [slices][padded][24], [slices][padded]
   HyperMapping map;
   float *coefficients, *mix, *rho;
   int rows, width, padded;
@@ -19,15 +19,19 @@ struct FinishArguments {
 
 // All threads add the slices' sums; one warp then has a token a lane.
 __global__ void __launch_bounds__(kFinishThreads) finish_kernel(const __grid_constant__ FinishArguments p) {
-  __shared__ float sum[kSums][kFinishTokens];
+  __shared__ float sum[kSums][kFinishTokens + 1];
   const int first = blockIdx.x * kFinishTokens, slices = p.width / kSlice;
   for (int i = threadIdx.x; i < kSums * kFinishTokens; i += kFinishThreads) {
-    const int output = i / kFinishTokens, token = i % kFinishTokens;
+    const bool square = i >= kHyperOutputs * kFinishTokens;
+    const int output = square ? kHyperOutputs : i % kHyperOutputs;
+    const int token = square ? i - kHyperOutputs * kFinishTokens : i / kHyperOutputs;
     float total = 0;
     if (first + token < p.padded) {
-      const float* from = p.partial + static_cast<size_t>(output) * p.padded + first + token;
+      const float* from =
+          square ? p.squares + first + token : p.products + static_cast<size_t>(first + token) * kHyperOutputs + output;
+      const size_t stride = static_cast<size_t>(p.padded) * (square ? 1 : kHyperOutputs);
 #pragma unroll 16
-      for (int s = 0; s < slices; ++s) total += from[static_cast<size_t>(s) * kSums * p.padded];
+      for (int s = 0; s < slices; ++s) total += from[s * stride];
     }
     sum[output][token] = total;
   }
@@ -154,19 +158,22 @@ cudaError_t hyper_boundary(const HyperBoundary& p, cudaStream_t stream) {
       (p.out != nullptr) != (p.finished != nullptr) || (p.x_values != nullptr) != (p.x_scales != nullptr))
     return cudaErrorInvalidValue;
   if (p.rows == 0) return cudaSuccess;
-  float* partial = static_cast<float*>(p.workspace);
+  float* products = static_cast<float*>(p.workspace);
+  float* squares = products + static_cast<size_t>(p.width / kSlice) * padded_rows(p.rows) * kHyperOutputs;
   const MapArguments map{static_cast<const uint8_t*>(p.streams),
                          static_cast<const uint8_t*>(p.out),
                          p.finished,
                          static_cast<uint8_t*>(p.next),
                          p.mapping.fn,
-                         partial,
+                         products,
+                         squares,
                          p.rows,
                          p.width,
                          outputs};
   const cudaError_t error = p.out ? launch_map<true>(map, stream) : launch_map<false>(map, stream);
   if (error != cudaSuccess) return error;
-  const FinishArguments finish{partial, p.mapping, p.coefficients, p.mix, p.rho, p.rows, p.width, padded_rows(p.rows)};
+  const FinishArguments finish{products, squares, p.mapping, p.coefficients,     p.mix,
+                               p.rho,    p.rows,  p.width,   padded_rows(p.rows)};
   finish_kernel<<<(p.rows + kFinishTokens - 1) / kFinishTokens, kFinishThreads, 0, stream>>>(finish);
   const ContractArguments contract{static_cast<const uint8_t*>(p.out ? p.next : p.streams),
                                    p.coefficients,

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kNarrow = 1024;  // widest row of a warp
-constexpr int kChunk = 64;     // rows whose d_weight one block sums up
+constexpr int kChunk = 32;     // rows whose d_weight one block sums up
 
 // The threads of a row, and sums over them.
 template <bool kNarrowRow>
@@ -169,8 +169,8 @@ void launch_backward(const RmsNormBackward& p, cudaStream_t stream) {
   }
   const int chunks = blocks_for(p.rows, kChunk);
   norm_backward_kernel<kVectors, kNarrowRow, true><<<chunks, kThreads, 0, stream>>>(p);
-  add_partial_sums<<<p.width / 64, 64, 0, stream>>>(static_cast<const float*>(p.workspace), chunks, p.width,
-                                                    p.d_weight);
+  add_partial_sums<<<p.width / 32, kPartialSumThreads, 0, stream>>>(static_cast<const float*>(p.workspace), chunks,
+                                                                    p.width, p.d_weight);
 }
 
 // Calls f.template operator()<vectors of a thread, narrow row>().

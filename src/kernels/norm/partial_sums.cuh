@@ -6,13 +6,23 @@
 
 namespace plumb::kernels {
 
-// d[i] += the sum of partial[0 .. count)[i] in order: what blocks of rows leave of a weight's gradient. Blocks of 64,
-// whose lanes have neighbouring channels.
-static __global__ void __launch_bounds__(64) add_partial_sums(const float* partial, int count, int width, float* d) {
-  const int channel = blockIdx.x * 64 + threadIdx.x;
+// d[i] += the sum of partial[0 .. count)[i]: what blocks of rows leave of a weight's gradient. A warp adds a run of
+// them in order, then the runs are added in order. A block has 32 channels.
+constexpr int kPartialSumThreads = 512;
+static __global__ void __launch_bounds__(kPartialSumThreads)
+    add_partial_sums(const float* partial, int count, int width, float* d) {
+  constexpr int kRuns = kPartialSumThreads / 32;
+  __shared__ float sums[kRuns][32];
+  const int run = threadIdx.x / 32, lane = threadIdx.x % 32, channel = blockIdx.x * 32 + lane;
   float sum = 0;
 #pragma unroll 16
-  for (int i = 0; i < count; ++i) sum += partial[static_cast<size_t>(i) * width + channel];
+  for (int i = count * run / kRuns; i < count * (run + 1) / kRuns; ++i)
+    sum += partial[static_cast<size_t>(i) * width + channel];
+  sums[run][lane] = sum;
+  __syncthreads();
+  if (run != 0) return;
+#pragma unroll
+  for (int r = 1; r < kRuns; ++r) sum += sums[r][lane];
   d[channel] += sum;
 }
 

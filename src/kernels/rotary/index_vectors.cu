@@ -1,7 +1,7 @@
-// Index vectors: norm, rotation, Hadamard transform, FP4, record. Four lanes have a vector, each one block of 32
-// channels: its scale needs no other lane, and what the instructions of a warp do once for a vector they do for eight
-// vectors. Instructions are what limits this kernel, so pairs of channels stay packed as bf16 from the transform on:
-// bf16 holds all that happens to them exactly, and its rounding is the one to FP4 as well.
+// Index vectors: norm, rotation, Hadamard transform, FP4, record. Instructions are what limits this kernel. Two lanes
+// have a vector: each has 16 neighbouring channels of every block of 32, so that both have as many rotated ones, one of
+// the seven steps of the transform crosses lanes, and what is done once a vector is done for sixteen vectors by a warp.
+// Pairs of channels stay packed as bf16 from the transform on.
 #include <cuda_fp8.h>
 
 #include <climits>
@@ -15,15 +15,16 @@ namespace plumb::kernels {
 namespace rotary {
 namespace {
 
-constexpr int kLanes = 4, kThreads = 256, kBlockVectors = kThreads / kLanes;
-constexpr int kPieces = kIndexDim / kLanes / 8;  // of a lane, eight channels each
+constexpr int kLanes = 2, kThreads = 128, kBlockVectors = kThreads / kLanes;
+constexpr int kScaleBlocks = kIndexDim / 32, kChannels = kIndexDim / kLanes, kPieces = kChannels / 8;
 
+// Piece 2 b + h: channels 32 b + 16 lane + 8 h .. + 7.
 using Lane = float[kPieces][8];
 
-template <class T, class Combine>
-__device__ __forceinline__ T over_lanes(T x, const Combine& combine) {
-  x = combine(x, __shfl_xor_sync(~0u, x, 1));
-  return combine(x, __shfl_xor_sync(~0u, x, 2));
+__device__ __forceinline__ int lane_of_vector() { return threadIdx.x % kLanes; }
+template <class T>
+__device__ __forceinline__ T other_lane(T x) {
+  return __shfl_xor_sync(~0u, x, 1);
 }
 
 // In the order in which sixteen lanes with a piece each would add (rotary.cu): bits of the channel from the top.
@@ -34,14 +35,18 @@ __device__ __forceinline__ void weighted_norm(Lane& v, const float* weight, floa
     square[i] = 0;
 #pragma unroll
     for (int k = 0; k < 8; ++k) square[i] = fmaf(v[i][k], v[i][k], square[i]);
-    square[i] += __shfl_xor_sync(~0u, square[i], 2);
-    square[i] += __shfl_xor_sync(~0u, square[i], 1);
   }
-  const float rho = inverse_rms((square[0] + square[2]) + (square[1] + square[3]), kIndexDim, eps);
+  float half[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    half[h] = (square[h] + square[4 + h]) + (square[2 + h] + square[6 + h]);
+    half[h] += other_lane(half[h]);
+  }
+  const float rho = inverse_rms(half[0] + half[1], kIndexDim, eps);
 #pragma unroll
   for (int i = 0; i < kPieces; ++i) {
     float w[8];
-    load_eight(weight + (threadIdx.x % kLanes * kPieces + i) * 8, w);
+    load_eight(weight + i / 2 * 32 + lane_of_vector() * 16 + i % 2 * 8, w);
 #pragma unroll
     for (int k = 0; k < 8; ++k) v[i][k] = v[i][k] * rho * w[k];
     unpack(pack(v[i]), v[i]);
@@ -50,39 +55,30 @@ __device__ __forceinline__ void weighted_norm(Lane& v, const float* weight, floa
 
 // Sylvester order, times 128^-1/2; bits of the channel from the bottom.
 __device__ __forceinline__ void hadamard(Lane& v) {
-  float(&all)[kPieces * 8] = reinterpret_cast<float(&)[kPieces * 8]>(v);
+  float(&all)[kChannels] = reinterpret_cast<float(&)[kChannels]>(v);
 #pragma unroll
-  for (int half = 1; half < kPieces * 8; half *= 2)
+  for (int half = 1; half < kChannels; half *= 2) {
+    if (half == 16) {  // between the lanes
+      const float sign = lane_of_vector() ? -1.f : 1.f;
 #pragma unroll
-    for (int i = 0; i < kPieces * 8; ++i)
+      for (int i = 0; i < kChannels; ++i) all[i] = fmaf(all[i], sign, other_lane(all[i]));
+    }
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i)
       if (!(i & half)) {
         const float a = all[i], b = all[i + half];
         all[i] = a + b, all[i + half] = a - b;
       }
-#pragma unroll
-  for (int step = 1; step < kLanes; step *= 2) {
-    const float sign = threadIdx.x & step ? -1.f : 1.f;
-#pragma unroll
-    for (int i = 0; i < kPieces * 8; ++i) all[i] = fmaf(all[i], sign, __shfl_xor_sync(~0u, all[i], step));
   }
 #pragma unroll
-  for (int i = 0; i < kPieces * 8; ++i) all[i] *= 0.08838834764831845f;
+  for (int i = 0; i < kChannels; ++i) all[i] *= 0.08838834764831845f;
 }
 
 using Pair = __nv_bfloat162;
 __device__ __forceinline__ Pair as_pair(uint32_t bits) { return *reinterpret_cast<const Pair*>(&bits); }
 __device__ __forceinline__ uint32_t bits_of(Pair pair) { return *reinterpret_cast<const uint32_t*>(&pair); }
-// A power of two, twice. NaN stays.
-__device__ __forceinline__ Pair pair_of(float power) { return as_pair(__byte_perm(__float_as_uint(power), 0, 0x3232)); }
-
-// Nearest of 0, 0.5, 1, 1.5, 2, 3, 4, 6, ties to even, with x's signs: adding 1.5 * 2^7 grid steps leaves no bits below
-// the step, rounded by the addition itself.
-__device__ __forceinline__ Pair round_to_e2m1(Pair x) {
-  const Pair size = __hmin2(__habs2(x), as_pair(0x40c040c0));                         // 6
-  const uint32_t binade = bits_of(__hmax2(size, as_pair(0x3f803f80))) & 0x7f807f80u;  // 1, 2 or 4
-  const Pair steps = as_pair(binade + 0x03400340u);
-  return as_pair(bits_of(__hsub2_rn(__hadd2_rn(size, steps), steps)) | (bits_of(x) & 0x80008000u));
-}
+// A power of two, twice.
+__device__ __forceinline__ uint32_t pair_of(float power) { return __byte_perm(__float_as_uint(power), 0, 0x3232); }
 
 // The smallest power of two at or above top / 6.
 __device__ __forceinline__ float fp4_scale(float top) {
@@ -90,53 +86,120 @@ __device__ __forceinline__ float fp4_scale(float top) {
                          0x7f800000u);
 }
 
+// Number of the e2m1 magnitude (0, 0.5, 1, 1.5, 2, 3, 4, 6) nearest to |x| / scale, in the low bits of each half. It is
+// min(2 v, v + 2, v / 2 + 4) rounded to nearest even; adding 128 in the same operation rounds it, once.
+struct Grid {
+  Pair twice, once, half;  // of the scale's inverse
+};
+__device__ __forceinline__ Grid grid_of(uint32_t inverse) {
+  const Pair u = as_pair(inverse);
+  return {__hmul2_rn(u, as_pair(0x40004000u)), u, __hmul2_rn(u, as_pair(0x3f003f00u))};
+}
+__device__ __forceinline__ uint32_t e2m1_number(uint32_t pair, const Grid& grid) {
+  const Pair size = as_pair(pair & 0x7fff7fffu);
+  const uint32_t a = bits_of(__hfma2(size, grid.twice, as_pair(0x43004300u))),  // 128
+      b = bits_of(__hfma2(size, grid.once, as_pair(0x43024302u))),              // 130
+      c = bits_of(__hfma2(size, grid.half, as_pair(0x43044304u)));              // 132
+  return __vimin3_u16x2(a, b, c);
+}
+
+// What a block of 32 channels is stored with.
+struct Scaling {
+  uint32_t inverse;    // of the scale, as a pair; 0: all of the block rounds to zero
+  uint32_t low, high;  // e4m3 of the eight magnitudes, folded; NaN for a block with one
+  __device__ uint32_t signs() const { return ((low & 1) - 1) & 0x80808080u; }  // NaN has none
+};
+__device__ __forceinline__ Scaling from_lane(const Scaling& own, int lane) {
+  return {__shfl_sync(~0u, own.inverse, lane, kLanes), __shfl_sync(~0u, own.low, lane, kLanes),
+          __shfl_sync(~0u, own.high, lane, kLanes)};
+}
+__device__ __forceinline__ void set_magnitudes(Scaling& s, float fold) {
+  const auto two = [&](float a, float b) {
+    return static_cast<uint32_t>(__nv_cvt_float2_to_fp8x2(make_float2(a * fold, b * fold), __NV_SATFINITE, __NV_E4M3));
+  };
+  s.low = two(0, 0.5f) | two(1, 1.5f) << 16, s.high = two(2, 3) | two(4, 6) << 16;
+}
+
 // A vector's record from its transformed channels; null for a vector that does not exist. All lanes take part.
 __device__ __forceinline__ void store_record(const Lane& v, uint8_t* record) {
-  constexpr int kPairs = kPieces * 4;
-  const int lane = threadIdx.x % kLanes;
-  uint32_t pair[kPairs], magnitude = 0;
+  constexpr int kPairs = kPieces * 4, kBlockPairs = kPairs / kScaleBlocks;
+  const int lane = lane_of_vector();
+  uint32_t pair[kPairs], magnitude[kScaleBlocks] = {};
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
     pair[i] = hopper::pack_bf16(v[i / 4][i % 4 * 2], v[i / 4][i % 4 * 2 + 1]);
-    magnitude = __vmaxu2(magnitude, pair[i] & 0x7fff7fffu);  // magnitudes order like their bits, NaN last
+    uint32_t& top = magnitude[i / kBlockPairs];
+    top = __vmaxu2(top, pair[i] & 0x7fff7fffu);  // magnitudes order like their bits, NaN last
   }
-  const float top = __uint_as_float(min(max(magnitude << 16, magnitude & 0xffff0000u), 0x7f800000u));
-  const bool finite = top < INFINITY;  // or else the block becomes NaN
-  const float scale = finite ? fp4_scale(top) : 1.f, inverse = inverse_of_power(scale);
-  const bool empty = top * inverse <= 0.25f;  // all of it rounds to zero; its exponent does not count
-  const int exponent = static_cast<int>(__float_as_uint(scale) >> 23);
-  uint32_t exponents = over_lanes(empty ? 0u : static_cast<uint32_t>(exponent) << 8 * lane,
-                                  [](uint32_t a, uint32_t b) { return a | b; });
+  // Lane l sees to the scales of blocks 2 l and 2 l + 1.
+  uint32_t tops[2];
+#pragma unroll
+  for (int l = 0; l < 2; ++l) {
+    tops[l] = __vmaxu2(__byte_perm(magnitude[2 * l], magnitude[2 * l + 1], 0x5410),
+                       __byte_perm(magnitude[2 * l], magnitude[2 * l + 1], 0x7632));
+    tops[l] = __vmaxu2(tops[l], other_lane(tops[l]));
+  }
+  const uint32_t own_tops = lane ? tops[1] : tops[0];
+  bool finite[2], empty[2];
+  int exponent[2];
+  float inverse[2];
+  uint32_t exponents = 0;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float top = __uint_as_float(min(i ? own_tops & 0xffff0000u : own_tops << 16, 0x7f800000u));
+    finite[i] = top < INFINITY;  // or else the block becomes NaN
+    const float scale = finite[i] ? fp4_scale(top) : 1.f;
+    inverse[i] = inverse_of_power(scale);
+    empty[i] = top * inverse[i] <= 0.25f;  // all of it rounds to zero; its exponent does not count
+    exponent[i] = static_cast<int>(__float_as_uint(scale) >> 23);
+    if (!empty[i]) exponents |= static_cast<uint32_t>(exponent[i]) << (16 * lane + 8 * i);
+  }
+  exponents |= other_lane(exponents);
   int high = 0, low = 255;
 #pragma unroll
-  for (int b = 0; b < kLanes; ++b) {
+  for (int b = 0; b < kScaleBlocks; ++b) {
     const int other = static_cast<int>(exponents >> 8 * b & 255);
     high = max(high, other), low = min(low, other == 0 ? 255 : other);
   }
   const bool folds = high - low <= kFoldedSpan;
   const int span = max(high - low, 0);
   if (high == 0) high = 127;
-  const int down = empty || !folds ? 0 : high - exponent;
-  const Pair units = pair_of(inverse), fold = pair_of(finite ? __uint_as_float((127u - down) << 23) : NAN);
-  uint32_t code[kPairs / 2];
-  float square = 0;
+  Scaling own[2];
+  float unit[2];  // of a sum of squares: a quarter of the folded scale's square
 #pragma unroll
-  for (int i = 0; i < kPairs; ++i) {
-    const uint32_t folded = bits_of(__hmul2_rn(round_to_e2m1(__hmul2_rn(as_pair(pair[i]), units)), fold));
-    const float2 two = make_float2(low_bf16(folded), high_bf16(folded));
-    square = fmaf(two.x, two.x, fmaf(two.y, two.y, square));
-    const uint32_t codes = __nv_cvt_float2_to_fp8x2(two, __NV_SATFINITE, __NV_E4M3);
-    code[i / 2] = i % 2 ? __byte_perm(code[i / 2], codes, 0x5410) : codes;
+  for (int i = 0; i < 2; ++i) {
+    const int down = empty[i] || !folds ? 0 : high - exponent[i];
+    own[i].inverse = empty[i] ? 0 : pair_of(inverse[i]);
+    set_magnitudes(own[i], finite[i] ? __uint_as_float((127u - down) << 23) : NAN);
+    unit[i] = finite[i] ? __uint_as_float((125u - 2 * down) << 23) : NAN;
   }
-  square = over_lanes(square, [](float a, float b) { return a + b; });
-  if (!record) return;
+
+  uint32_t squares[kScaleBlocks];
 #pragma unroll
-  for (int i = 0; i < kPairs / 2; i += 4)
-    reinterpret_cast<uint4*>(record)[lane * 2 + i / 4] = make_uint4(code[i], code[i + 1], code[i + 2], code[i + 3]);
-  if (lane != 0) return;
+  for (int b = 0; b < kScaleBlocks; ++b) {
+    const Scaling s = from_lane(own[b % 2], b / 2);
+    const Grid grid = grid_of(s.inverse);
+    uint32_t code[kBlockPairs / 2];
+    squares[b] = 0;
+#pragma unroll
+    for (int i = 0; i < kBlockPairs / 2; ++i) {
+      const uint32_t first = pair[b * kBlockPairs + 2 * i], second = pair[b * kBlockPairs + 2 * i + 1];
+      const uint32_t numbers = __byte_perm(e2m1_number(first, grid), e2m1_number(second, grid), 0x6240);
+      const uint32_t select = (numbers | numbers >> 12) & 0x7777u;  // of four channels, in order
+      code[i] = __byte_perm(s.low, s.high, select) | (__byte_perm(first, second, 0x7531) & s.signs());
+      const uint32_t halves = __byte_perm(0x03020100u, 0x0c080604u, select);
+      squares[b] = __dp4a(halves, halves, squares[b]);
+    }
+    if (record) reinterpret_cast<uint4*>(record)[b * 2 + lane] = make_uint4(code[0], code[1], code[2], code[3]);
+  }
+  const uint32_t packed[2] = {squares[0] | squares[1] << 16, squares[2] | squares[3] << 16};
+  const uint32_t both = (lane ? packed[1] : packed[0]) + other_lane(lane ? packed[0] : packed[1]);
+  float square = static_cast<float>(both & 0xffffu) * unit[0] + static_cast<float>(both >> 16) * unit[1];
+  square += other_lane(square);
+  if (!record || lane != 0) return;
   if (folds) exponents = static_cast<uint32_t>(high) * 0x01010101u;
 #pragma unroll
-  for (int b = 0; b < kLanes; ++b)
+  for (int b = 0; b < kScaleBlocks; ++b)
     if ((exponents >> 8 * b & 255) == 0) exponents |= static_cast<uint32_t>(high) << 8 * b;
   // In steps of half the smallest power; a vector that cannot be folded counts as longer than all others.
   const float length = folds ? square * __uint_as_float(static_cast<uint32_t>(129 + 2 * span) << 23) : INFINITY;
@@ -145,24 +208,25 @@ __device__ __forceinline__ void store_record(const Lane& v, uint8_t* record) {
 }
 
 template <bool kNormed>
-__global__ void __launch_bounds__(kThreads) index_vectors_kernel(const __grid_constant__ FinishVectors p) {
-  const int lane = threadIdx.x % kLanes;
+__global__ void __launch_bounds__(kThreads, kNormed ? 5 : 6)
+    index_vectors_kernel(const __grid_constant__ FinishVectors p) {
+  const int lane = lane_of_vector();
   const unsigned vector = blockIdx.x * kBlockVectors + threadIdx.x / kLanes, vectors = p.vectors;
   const bool exists = vector < static_cast<unsigned>(p.rows) * vectors;
   const unsigned row = exists ? vector / vectors : 0;
   const uint4* x = static_cast<const uint4*>(p.x) + static_cast<size_t>(exists ? vector : 0) * (kIndexDim / 8);
+  uint4 in[kPieces];
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) in[i] = __ldg(x + i / 2 * 4 + lane * 2 + i % 2);
   Lane v;
 #pragma unroll
-  for (int i = 0; i < kPieces; ++i) unpack(__ldg(x + lane * kPieces + i), v[i]);
+  for (int i = 0; i < kPieces; ++i) unpack(in[i], v[i]);
   if constexpr (kNormed) weighted_norm(v, p.weight, p.eps);
-  constexpr int kFirst = kLanes / 2;  // lanes from here on have the rotated channels
-  if (lane >= kFirst) {
-    const float2* angle = static_cast<const float2*>(p.table) + row * (kRotaryChannels / 2) + (lane - kFirst) * 16;
+  const float2* angle = static_cast<const float2*>(p.table) + row * (kRotaryChannels / 2) + lane * 8;
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      rotate_eight(v[i], angle + 4 * i, 1);
-      unpack(pack(v[i]), v[i]);
-    }
+  for (int i = kPieces / 2; i < kPieces; ++i) {  // the upper half is rotated
+    rotate_eight(v[i], angle + (i / 2 - kScaleBlocks / 2) * 16 + i % 2 * 4, 1);
+    unpack(pack(v[i]), v[i]);
   }
   hadamard(v);
   const size_t to = p.slot ? static_cast<size_t>(__ldg(p.slot + row)) * vectors + vector % vectors : vector;

@@ -1,5 +1,6 @@
 // Bound by memory. A vector of 512 belongs to a warp, one of 128 to half a warp: eight neighbouring channels a lane, so
-// that norms, Hadamard transform and scales are shuffles. A warp has several vectors in flight.
+// that norms, Hadamard transform and scales are shuffles. A warp has several vectors in flight. Index vectors, forward,
+// are in index_vectors.cu.
 #include "kernels/rotary/rotary.h"
 
 #include "kernels/hopper/vectors.cuh"
@@ -62,14 +63,13 @@ __device__ __forceinline__ void hadamard_128(float (&v)[8]) {
   for (int i = 0; i < 8; ++i) v[i] *= 0.08838834764831845f;
 }
 
-// The largest magnitude of kLanes neighbouring lanes' channels, infinity for a NaN.
-template <int kLanes>
+// The largest magnitude of eight neighbouring lanes' channels, infinity for a NaN.
 __device__ __forceinline__ float largest(const float (&v)[8]) {
   uint32_t top = 0;  // magnitudes order like their bits, NaN last
 #pragma unroll
   for (int i = 0; i < 8; ++i) top = max(top, __float_as_uint(v[i]) & 0x7fffffffu);
 #pragma unroll
-  for (int step = kLanes / 2; step; step /= 2) top = max(top, __shfl_xor_sync(~0u, top, step));
+  for (int step = 4; step; step /= 2) top = max(top, __shfl_xor_sync(~0u, top, step));
   return __uint_as_float(min(top, 0x7f800000u));
 }
 
@@ -78,28 +78,20 @@ __device__ __forceinline__ float power_above(float x) {
   return __uint_as_float((__float_as_uint(x) + 0x007fffffu) & 0x7f800000u);
 }
 
-// Replaces the channels by the nearest values that the format can hold of them: kBits bits behind the leading one,
-// magnitudes up to `limit`, smallest binade `lowest`, all times `scale`. A block whose largest magnitude `top` is
-// infinite becomes NaN.
-template <int kBits>
-__device__ __forceinline__ void quantise(float (&v)[8], float scale, float limit, float lowest, float top) {
+// Replaces eight lanes' channels, 64, by the nearest values that e4m3 with a power-of-two scale can hold of them. A
+// block whose largest magnitude is infinite becomes NaN.
+__device__ __forceinline__ void store_as_fp8(float (&v)[8]) {
+  const float top = largest(v), scale = power_above(__fmul_rn(fmaxf(top, 1e-4f), 1.0f / 448.0f));
   const float inverse = inverse_of_power(scale), back = top < INFINITY ? scale : NAN;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float magnitude = fminf(fabsf(v[i] * inverse), limit);
+    const float magnitude = fminf(fabsf(v[i] * inverse), 448.0f);
     // 1.5 * 2^23 grid steps: adding them leaves no bits below the step, rounded to nearest even by the addition itself.
-    const uint32_t binade = __float_as_uint(fmaxf(magnitude, lowest)) & 0x7f800000u;
-    const float steps = __uint_as_float(binade + (((23 - kBits) << 23) | 0x00400000));
+    // Three bits behind the leading one; 2^-6 is the smallest binade.
+    const uint32_t binade = __float_as_uint(fmaxf(magnitude, 0x1p-6f)) & 0x7f800000u;
+    const float steps = __uint_as_float(binade + (((23 - 3) << 23) | 0x00400000));
     v[i] = copysignf(__fsub_rn(__fadd_rn(magnitude, steps), steps), v[i]) * back;
   }
-}
-__device__ __forceinline__ void store_as_fp8(float (&v)[8]) {  // eight lanes: 64 channels
-  const float top = largest<8>(v);
-  quantise<3>(v, power_above(__fmul_rn(fmaxf(top, 1e-4f), 1.0f / 448.0f)), 448.0f, 0x1p-6f, top);
-}
-__device__ __forceinline__ void store_as_fp4(float (&v)[8]) {  // four lanes: 32 channels
-  const float top = largest<4>(v);
-  quantise<1>(v, power_above(__fmul_rn(fmaxf(top, 6 * 0x1p-126f), 1.0f / 6.0f)), 6.0f, 1.0f, top);
 }
 __device__ __forceinline__ void round_eight(float (&v)[8]) { unpack(pack(v), v); }
 
@@ -174,11 +166,6 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
           for (int k = 0; k < 8; ++k) v[i][k] = stored[k];
       }
     }
-    if constexpr (kStorage == VectorStorage::fp4) {
-      hadamard_128(v[0]);
-      round_eight(v[0]);
-      store_as_fp4(v[0]);
-    }
     if (!exists) continue;
     const int64_t to = p.slot ? static_cast<int64_t>(__ldg(p.slot + row)) * p.vectors + vector % p.vectors : vector;
 #pragma unroll
@@ -224,7 +211,7 @@ __global__ void __launch_bounds__(kThreads) finish_backward_kernel(const __grid_
         float d[L::kPieces][8], x[L::kPieces][8];
 #pragma unroll
         for (int i = 0; i < L::kPieces; ++i) unpack(ds[t][i], d[i]), unpack(xs[t][i], x[i]);
-        if constexpr (kStorage == VectorStorage::fp4) hadamard_128(d[0]);  // its own transpose
+        if constexpr (kStorage == VectorStorage::fp4_record) hadamard_128(d[0]);  // its own transpose
         if (has_tail<L::kLanes>(lane)) rotate_tail<L::kLanes>(d[kLast], p.table, row, lane, -1);
         if constexpr (kNorm != VectorNorm::none) {
           float square = 0, along = 0;
@@ -276,17 +263,26 @@ __global__ void __launch_bounds__(kThreads) finish_backward_kernel(const __grid_
   }
 }
 
-// Eight lanes have the tail of a vector.
+// Eight lanes have the tail of a vector, kTails of them in flight.
+constexpr int kTails = 4, kBlockTails = kTails * kThreads / 8;
 __global__ void __launch_bounds__(kThreads)
     rotate_kernel(uint4* x, const float2* table, int64_t count, int vectors, int width, float direction) {
-  const int64_t vector = (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 8;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * kBlockTails + threadIdx.x / 8;
   const int lane = threadIdx.x % 8;
-  if (vector >= count) return;
-  uint4& at = x[vector * (width / 8) + width / 8 - 8 + lane];
-  float v[8];
-  unpack(at, v);
-  rotate_eight(v, table + vector / vectors * kPairs + lane * 4, direction);
-  at = pack(v);
+  uint4* tails = x + width / 8 - 8 + lane;
+  uint4 tail[kTails];
+#pragma unroll
+  for (int i = 0; i < kTails; ++i)
+    if (const int64_t vector = first + i * (kThreads / 8); vector < count) tail[i] = tails[vector * (width / 8)];
+#pragma unroll
+  for (int i = 0; i < kTails; ++i) {
+    const int64_t vector = first + i * (kThreads / 8);
+    if (vector >= count) return;
+    float v[8];
+    unpack(tail[i], v);
+    rotate_eight(v, table + vector / vectors * kPairs + lane * 4, direction);
+    tails[vector * (width / 8)] = pack(v);
+  }
 }
 
 int blocks_for(int64_t vectors, int block_vectors) {
@@ -316,8 +312,8 @@ void launch_backward(const FinishVectorsBackward& p, cudaStream_t stream) {
     if (p.d_weight) {
       const int blocks = blocks_for(vectors, Layout<kWidth, kWeightTogether>::kBlockVectors * kBackwardRounds);
       finish_backward_kernel<kWidth, kNorm, kStorage, true, kWeightTogether><<<blocks, kThreads, 0, stream>>>(p);
-      add_partial_sums<<<kWidth / 64, 64, 0, stream>>>(static_cast<const float*>(p.workspace), blocks, kWidth,
-                                                       p.d_weight);
+      add_partial_sums<<<kWidth / 32, kPartialSumThreads, 0, stream>>>(static_cast<const float*>(p.workspace), blocks,
+                                                                       kWidth, p.d_weight);
       return;
     }
   if (vectors < kManyVectors)
@@ -339,11 +335,12 @@ bool dispatch(int width, VectorNorm norm, VectorStorage storage, const F& f) {
   if (width == 512 && norm == weighted && storage == S::fp8)
     return f.template operator()<512, weighted, S::fp8>(), true;
   if (width == 128 && norm == none && storage == S::plain) return f.template operator()<128, none, S::plain>(), true;
-  if (width == 128 && norm == none && storage == S::fp4) return f.template operator()<128, none, S::fp4>(), true;
+  if (width == 128 && norm == none && storage == S::fp4_record)
+    return f.template operator()<128, none, S::fp4_record>(), true;
   if (width == 128 && norm == weighted && storage == S::plain)
     return f.template operator()<128, weighted, S::plain>(), true;
-  if (width == 128 && norm == weighted && storage == S::fp4)
-    return f.template operator()<128, weighted, S::fp4>(), true;
+  if (width == 128 && norm == weighted && storage == S::fp4_record)
+    return f.template operator()<128, weighted, S::fp4_record>(), true;
   return false;
 }
 
@@ -365,9 +362,10 @@ cudaError_t finish_vectors(const FinishVectors& p, cudaStream_t stream) {
     return cudaErrorInvalidValue;
   if (p.rows == 0) return cudaSuccess;
   if (p.storage == VectorStorage::fp4_record) return rotary::finish_index_vectors(p, stream);
-  const bool known = rotary::dispatch(
-      p.width, p.norm, p.storage,
-      [&]<int kWidth, VectorNorm kNorm, VectorStorage kS>() { rotary::launch_finish<kWidth, kNorm, kS>(p, stream); });
+  const bool known =
+      rotary::dispatch(p.width, p.norm, p.storage, [&]<int kWidth, VectorNorm kNorm, VectorStorage kS>() {
+        if constexpr (kS != VectorStorage::fp4_record) rotary::launch_finish<kWidth, kNorm, kS>(p, stream);
+      });
   return known ? cudaGetLastError() : cudaErrorInvalidValue;
 }
 
@@ -383,10 +381,9 @@ cudaError_t finish_vectors_backward(const FinishVectorsBackward& p, cudaStream_t
       (p.d_weight && p.norm != VectorNorm::weighted) || (p.norm != VectorNorm::none && p.x == nullptr))
     return cudaErrorInvalidValue;
   if (p.rows == 0) return cudaSuccess;
-  const VectorStorage storage = p.storage == VectorStorage::fp4_record ? VectorStorage::fp4 : p.storage;
-  const bool known = rotary::dispatch(p.width, p.norm, storage, [&]<int kWidth, VectorNorm kNorm, VectorStorage kS>() {
-    rotary::launch_backward<kWidth, kNorm, kS>(p, stream);
-  });
+  const bool known = rotary::dispatch(
+      p.width, p.norm, p.storage,
+      [&]<int kWidth, VectorNorm kNorm, VectorStorage kS>() { rotary::launch_backward<kWidth, kNorm, kS>(p, stream); });
   return known ? cudaGetLastError() : cudaErrorInvalidValue;
 }
 
@@ -396,7 +393,7 @@ cudaError_t rotate_tails(void* x, const void* table, int rows, int vectors, int 
   if (rows < 0 || vectors < 1 || width < kRotaryChannels || width % 8 != 0) return cudaErrorInvalidValue;
   if (rows == 0) return cudaSuccess;
   const int64_t count = static_cast<int64_t>(rows) * vectors;
-  rotate_kernel<<<blocks_for(count, kThreads / 8), kThreads, 0, stream>>>(
+  rotate_kernel<<<blocks_for(count, kBlockTails), kThreads, 0, stream>>>(
       static_cast<uint4*>(x), static_cast<const float2*>(table), count, vectors, width, inverse ? -1.f : 1.f);
   return cudaGetLastError();
 }

@@ -2,10 +2,10 @@
 // pass:
 //   norm (none, plain or weighted) -> bf16 -> rotation of the last 64 channels -> bf16 -> storage form
 // Storage forms: as it is; e4m3 with a power-of-two scale for 64 channels, all but the rotated ones (keys); Hadamard
-// transform -> bf16 -> e2m1 with a power-of-two scale for 32 channels (index vectors). Stored values are written as
-// bf16, which holds them exactly; index vectors also as records (kernels/indexer/indexer.h), which FP8 products take.
-// Rotation is of interleaved pairs, without a magnitude factor. A vector's bits depend
-// on itself and on its position alone.
+// transform -> bf16 -> e2m1 with a power-of-two scale for 32 channels (index vectors). Keys are written as bf16, which
+// holds the stored values exactly, index vectors as records (kernels/indexer/indexer.h), which FP8 products take.
+// Rotation is of interleaved pairs, without a magnitude factor. A vector's bits depend on itself and on its position
+// alone.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -22,7 +22,7 @@ constexpr int kRotaryChannels = 64;
 cudaError_t rotary_table(const int* position, const float* frequency, int rows, void* table, cudaStream_t stream);
 
 enum class VectorNorm { none, plain, weighted };
-enum class VectorStorage { plain, fp8, fp4, fp4_record };
+enum class VectorStorage { plain, fp8, fp4_record };
 
 // Device memory, aligned to 16 bytes; "bf16" pointers are untyped.
 struct FinishVectors {
@@ -34,12 +34,12 @@ struct FinishVectors {
   int rows, vectors;    // rows may be 0
   int width;            // 512, or 128 (index vectors)
   VectorNorm norm;
-  VectorStorage storage;  // fp8: width 512; fp4 and fp4_record: width 128, norm none or weighted
+  VectorStorage storage;  // fp8: width 512; fp4_record: width 128, norm none or weighted
   float eps;
 };
 cudaError_t finish_vectors(const FinishVectors& arguments, cudaStream_t stream);
 
-// d_y -> d_x, straight through the roundings: Hadamard transform (fp4), inverse rotation, norm.
+// d_y -> d_x, straight through the roundings: Hadamard transform (fp4_record), inverse rotation, norm.
 struct FinishVectorsBackward {
   const void* x;    // bf16 [rows, vectors, width], as the forward pass read it; null with VectorNorm::none
   const void* d_y;  // bf16 [rows, vectors, width], not in slots

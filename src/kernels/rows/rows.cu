@@ -100,29 +100,45 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ S
   store_values(total, p.out, p.out_bf16, unit);
 }
 
-// A warp has 256 channels of a meeting. Grid: (meetings / kWarps, pieces of 32 units).
+// A warp has 256 channels of a meeting, with kTerms loads (rows and their copies) in flight and the numbers of the next
+// 32 rows, one a lane. Grid: (meetings / kWarps, pieces of 32 units).
 __global__ void __launch_bounds__(kThreads) meeting_kernel(const __grid_constant__ MeetingSums p) {
-  const int meeting = warp_row(), units = p.width / 8, unit = blockIdx.y * 32 + threadIdx.x % 32;
-  if (meeting >= p.meetings || unit >= units) return;
+  constexpr int kTerms = 16;
+  const int meeting = warp_row(), lane = threadIdx.x % 32, units = p.width / 8, own = blockIdx.y * 32 + lane;
+  if (meeting >= p.meetings) return;
+  const bool exists = own < units;
+  const int unit = exists ? own : 0;
   const int64_t target = static_cast<int64_t>(p.to ? p.to[meeting] : meeting) * units + unit;
   const int first = p.begin ? p.begin[meeting] : meeting, last = p.begin ? p.begin[meeting + 1] : meeting + 1;
-  const uint4* x = reinterpret_cast<const uint4*>(p.x);
-  float total[8] = {};
+  const uint4* x = reinterpret_cast<const uint4*>(p.x) + unit;
+  float total[8] = {}, streams[8];
   if (p.add) load_values(p.out, p.out_bf16, target, total);
-  for (int i = first; i < last; ++i) {
-    const uint4* row = x + static_cast<int64_t>(p.row ? p.row[i] : i) * p.copies * units + unit;
-    float streams[8], v[8];
-    unpack(row[0], streams);
-#pragma unroll 4
-    for (int c = 1; c < p.copies; ++c) {
-      unpack(row[static_cast<int64_t>(c) * units], v);
+  for (int base = first; base < last; base += 32) {
+    const int number = p.row && base + lane < last ? p.row[base + lane] : base + lane, rows = min(last - base, 32);
+    int loaded = 0, loaded_copy = 0, added = 0, added_copy = 0;
+    while (added < rows) {
+      uint4 v[kTerms];
 #pragma unroll
-      for (int k = 0; k < 8; ++k) streams[k] = __fadd_rn(streams[k], v[k]);
+      for (int t = 0; t < kTerms; ++t) {
+        const int64_t row = __shfl_sync(~0u, number, loaded & 31);
+        if (loaded < rows) v[t] = __ldg(x + (row * p.copies + loaded_copy) * units);
+        if (++loaded_copy == p.copies) loaded_copy = 0, ++loaded;
+      }
+#pragma unroll
+      for (int t = 0; t < kTerms; ++t) {
+        if (added >= rows) break;
+        float term[8];
+        unpack(v[t], term);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) streams[k] = added_copy == 0 ? term[k] : __fadd_rn(streams[k], term[k]);
+        if (++added_copy < p.copies) continue;
+        added_copy = 0, ++added;
+#pragma unroll
+        for (int k = 0; k < 8; ++k) total[k] = __fadd_rn(total[k], streams[k]);
+      }
     }
-#pragma unroll
-    for (int k = 0; k < 8; ++k) total[k] = __fadd_rn(total[k], streams[k]);
   }
-  store_values(total, p.out, p.out_bf16, target);
+  if (exists) store_values(total, p.out, p.out_bf16, target);
 }
 
 // By a warp: to[i] = from[i] + offset.
