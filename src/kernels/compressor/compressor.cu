@@ -9,10 +9,9 @@ namespace compressor {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kPoolThreads = 128;  // small blocks: registers hold five of them, or four
 template <int kSlots>
-constexpr int kPoolThreads = kSlots == 8 ? 128 : 256;  // small blocks: registers hold five of them
-template <int kSlots>
-constexpr int kPoolBlocks = kSlots == 8 ? 5 : 2;  // at least, of a multiprocessor
+constexpr int kPoolBlocks = kSlots == 8 ? 5 : 4;  // at least, of a multiprocessor
 constexpr int kThreadSlots = 8;                   // of a thread; ratio 128 shares an entry's slots among 16 threads
 
 struct Four {
@@ -59,12 +58,13 @@ __device__ __forceinline__ float pooled_entry(float top, float& sum, float poole
 // Of the threads with the same quad of channels; all get it.
 template <int kQuads>
 __device__ __forceinline__ Four largest_of_groups(Four x) {
-  constexpr int kWarps = kPoolThreads<128> / 32;
-  static_assert(kQuads == 16);
+  constexpr int kWarps = kPoolThreads / 32;
   __shared__ float4 shared[kWarps][kQuads];
   const int quad = threadIdx.x % kQuads;
 #pragma unroll
-  for (int c = 0; c < 4; ++c) x.v[c] = fmaxf(x.v[c], __shfl_xor_sync(~0u, x.v[c], kQuads));
+  for (int step = kQuads; step < 32; step *= 2)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) x.v[c] = fmaxf(x.v[c], __shfl_xor_sync(~0u, x.v[c], step));
   if (threadIdx.x % 32 < kQuads) shared[threadIdx.x / 32][quad] = make_float4(x.v[0], x.v[1], x.v[2], x.v[3]);
   __syncthreads();
 #pragma unroll
@@ -76,9 +76,9 @@ __device__ __forceinline__ Four largest_of_groups(Four x) {
 }
 
 template <int kSlots>
-__global__ void __launch_bounds__(kPoolThreads<kSlots>, kPoolBlocks<kSlots>)
+__global__ void __launch_bounds__(kPoolThreads, kPoolBlocks<kSlots>)
     pool_kernel(const __grid_constant__ CompressedPooling p, uint16_t* entries, float* total, float* value) {
-  constexpr int kGroups = kSlots / kThreadSlots, kQuads = kPoolThreads<kSlots> / kGroups;
+  constexpr int kGroups = kSlots / kThreadSlots, kQuads = kPoolThreads / kGroups;
   const int group = threadIdx.x / kQuads, quads = p.width / 4;
   const int item = blockIdx.x * kQuads + threadIdx.x % kQuads;  // (entry, four channels)
   const bool exists = item < p.entries * quads;
@@ -260,7 +260,7 @@ cudaError_t pool_entries(const CompressedPooling& p, void* entries, float* total
   using namespace compressor;
   if (wrong(p) || !total != !value) return cudaErrorInvalidValue;
   if (p.entries == 0) return cudaSuccess;
-  const int items = p.entries * (p.width / 4), threads = p.slots == 8 ? kPoolThreads<8> : kPoolThreads<128>;
+  const int items = p.entries * (p.width / 4), threads = kPoolThreads;
   const int quads = threads * kThreadSlots / p.slots;
   auto* to = static_cast<uint16_t*>(entries);
   if (p.slots == 8)

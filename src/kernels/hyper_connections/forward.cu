@@ -80,7 +80,7 @@ struct ContractArguments {
 template <int kVectors>
 __global__ void __launch_bounds__(kThreads) contract_kernel(const __grid_constant__ ContractArguments p) {
   __shared__ float partial[kWarps];
-  const size_t row = blockIdx.x;
+  const size_t row = gridDim.x - 1 - blockIdx.x;  // the last tokens of map_kernel are still in the L2 cache
   const uint8_t* h = p.streams + row * kHyperStreams * p.width * 2;
   uint4 in[kVectors][4];
 #pragma unroll

@@ -50,11 +50,12 @@ __device__ __forceinline__ void load_weights(const MapArguments& p, int first_ch
 template <bool kPost>
 struct MapShared {
   static constexpr int kInputs = kPost ? 5 : 4;  // streams, output
-  static constexpr int kStages = kPost ? 4 : 5;
-  uint4 input[kStages][kInputs][kMapTokens * kSlice / 8];  // at place_of
-  float coefficient[kStages][kMapTokens][20];              // post, comb
-  float product[2][kWarps][kMapTokens][kHyperOutputs];
-  float square[2][kWarps][kMapTokens];
+  static constexpr int kStages = kPost ? 4 : 3;
+  static constexpr int kBatch = kPost ? 1 : 4;             // steps between barriers
+  uint4 input[kStages][kInputs][2][kThreads];              // of a token half; each thread reads what it copied itself
+  float coefficient[kPost ? kStages : 1][kMapTokens][20];  // post, comb
+  float product[2][kBatch][kWarps][kMapTokens][kHyperOutputs];
+  float square[2][kBatch][kWarps][kMapTokens];
 };
 
 // Streams after the sublayer: word i of each (two channels), bf16.
@@ -77,7 +78,7 @@ template <bool kPost>
 __global__ void __launch_bounds__(kThreads, 1) map_kernel(const __grid_constant__ MapArguments p) {
   extern __shared__ __align__(16) uint8_t raw[];
   using Shared = MapShared<kPost>;
-  constexpr int kStages = Shared::kStages;
+  constexpr int kStages = Shared::kStages, kBatch = Shared::kBatch;
   auto& s = *reinterpret_cast<Shared*>(raw);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int slices = p.width / kSlice, slice = blockIdx.x % slices;
@@ -86,27 +87,25 @@ __global__ void __launch_bounds__(kThreads, 1) map_kernel(const __grid_constant_
   MapWeights w;
   load_weights(p, slice * kSlice + warp * 32, w);
 
-  // From memory to shared memory warp w has tokens w and w + 8 of the step, its lanes eight neighbouring channels each:
-  // runs of 512 bytes. From shared memory to registers a lane has its own tokens and channels.
-  const auto place_of = [](int token, int unit) {  // unit: eight channels of the slice. No bank conflicts either way
-    return unit / 4 * (4 * kMapTokens) + (token ^ (unit / 4 & 1)) * 4 + unit % 4;
-  };
-  const size_t slice_bytes = (slice * kSlice + lane * 8) * 2;
+  const size_t row_bytes = static_cast<size_t>(p.width) * 2, own_bytes = (slice * kSlice + warp * 32 + q * 8) * 2;
+  // The steps are asked for in order.
+  const uint8_t* streams =
+      p.streams + (static_cast<size_t>(first_step) * kMapTokens + g) * kHyperStreams * row_bytes + own_bytes;
+  const uint8_t* outs = p.out + (static_cast<size_t>(first_step) * kMapTokens + g) * row_bytes + own_bytes;
+  const size_t step_bytes = static_cast<size_t>(stride) * kMapTokens * row_bytes;
   const auto fetch = [&](int step, int stage) {
     if (step < steps) {
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
-        const int token = warp + 8 * u, row = step * kMapTokens + token, place = place_of(token, lane);
-        const uint32_t bytes = row < p.rows ? 16 : 0;
-        const size_t safe = row < p.rows ? row : 0;
+        const uint32_t bytes = step * kMapTokens + g + 8 * u < p.rows ? 16 : 0;  // none: the address is not used
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-          hopper::copy16(hopper::shared_address(&s.input[stage][j][place]),
-                         p.streams + (safe * kHyperStreams + j) * p.width * 2 + slice_bytes, bytes);
+          hopper::copy16(hopper::shared_address(&s.input[stage][j][u][threadIdx.x]),
+                         streams + (8 * u * kHyperStreams + j) * row_bytes, bytes);
         if constexpr (kPost)
-          hopper::copy16(hopper::shared_address(&s.input[stage][4][place]), p.out + safe * p.width * 2 + slice_bytes,
-                         bytes);
+          hopper::copy16(hopper::shared_address(&s.input[stage][4][u][threadIdx.x]), outs + 8 * u * row_bytes, bytes);
       }
+      streams += step_bytes * kHyperStreams, outs += step_bytes;
       if constexpr (kPost)
         if (threadIdx.x < 5 * kMapTokens) {
           const int token = threadIdx.x / 5, piece = threadIdx.x % 5, from = step * kMapTokens + token;
@@ -117,24 +116,27 @@ __global__ void __launch_bounds__(kThreads, 1) map_kernel(const __grid_constant_
     }
     hopper::copy_commit();
   };
-  // Adds the warps' sums of a step, in order, and writes them.
-  const auto write_sums = [&](int step, int buffer) {
-    constexpr int kQuads = kMapTokens * kHyperOutputs / 4;
-    const size_t row = static_cast<size_t>(slice * steps + step) * kMapTokens;
-    if (threadIdx.x < kQuads) {
-      const auto part = [&](int i) { return reinterpret_cast<const float4*>(s.product[buffer][i])[threadIdx.x]; };
-      float4 total = part(0);
+  // Adds the warps' sums of the block's steps number `first` to `last`, in order of the warps, and writes them.
+  const auto write_sums = [&](int first, int last) {
+    constexpr int kQuads = kMapTokens * kHyperOutputs / 4, kItems = kQuads + kMapTokens / 4;
+    for (int i = threadIdx.x; i < (last - first) * kItems; i += kThreads) {
+      const int number = first + i / kItems, item = i % kItems;
+      const int set = number / kBatch % 2, place = number % kBatch;
+      const bool square = item >= kQuads;
+      const float4* from = square ? reinterpret_cast<const float4*>(s.square[set][place][0]) + item - kQuads
+                                  : reinterpret_cast<const float4*>(s.product[set][place][0]) + item;
+      const int distance = square ? kMapTokens / 4 : kQuads;
+      float4 total = from[0];
 #pragma unroll
-      for (int i = 1; i < kWarps; ++i) {
-        const float4 more = part(i);
+      for (int w = 1; w < kWarps; ++w) {
+        const float4 more = from[w * distance];
         total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
       }
-      reinterpret_cast<float4*>(p.products + row * kHyperOutputs)[threadIdx.x] = total;
-    } else if (const int token = threadIdx.x - kQuads; token < kMapTokens) {
-      float total = s.square[buffer][0][token];
-#pragma unroll
-      for (int i = 1; i < kWarps; ++i) total += s.square[buffer][i][token];
-      p.squares[row + token] = total;
+      const size_t row = static_cast<size_t>(slice * steps + first_step + number * stride) * kMapTokens;
+      if (square)
+        reinterpret_cast<float4*>(p.squares + row)[item - kQuads] = total;
+      else
+        reinterpret_cast<float4*>(p.products + row * kHyperOutputs)[item] = total;
     }
   };
 
@@ -142,23 +144,22 @@ __global__ void __launch_bounds__(kThreads, 1) map_kernel(const __grid_constant_
   for (int i = 0; i < kStages - 1; ++i) fetch(first_step + i * stride, i);
   int count = 0, stage = 0;
   for (int step = first_step; step < steps; step += stride, ++count) {
-    const int buffer = count & 1;
     hopper::copy_wait<kStages - 2>();
-    __syncthreads();  // this step's inputs are there, and the sums of the one before
+    if (count % kBatch == 0) __syncthreads();  // the sums of the batch before are there, and this step's coefficients
     fetch(step + (kStages - 1) * stride, stage == 0 ? kStages - 1 : stage - 1);
-    if (count > 0) write_sums(step - stride, buffer ^ 1);
+    if (count > 0 && count % kBatch == 0) write_sums(count - kBatch, count);
 
     uint32_t h[2][4][4];  // [token half][stream][word]
 #pragma unroll
     for (int u = 0; u < 2; ++u) {
-      const int token = g + 8 * u, own = place_of(token, 4 * warp + q);
+      const int token = g + 8 * u;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const uint4 v = s.input[stage][j][own];
+        const uint4 v = s.input[stage][j][u][threadIdx.x];
         h[u][j][0] = v.x, h[u][j][1] = v.y, h[u][j][2] = v.z, h[u][j][3] = v.w;
       }
       if constexpr (kPost) {
-        const uint4 out = s.input[stage][4][own];
+        const uint4 out = s.input[stage][4][u][threadIdx.x];
         float4 c[5];
 #pragma unroll
         for (int i = 0; i < 5; ++i) c[i] = *reinterpret_cast<const float4*>(&s.coefficient[stage][token][i * 4]);
@@ -181,7 +182,8 @@ __global__ void __launch_bounds__(kThreads, 1) map_kernel(const __grid_constant_
                                                    2) = make_uint4(h[u][k][0], h[u][k][1], h[u][k][2], h[u][k][3]);
       }
     }
-    float sum[3][3][4] = {}, square[2] = {0, 0};  // nine chains of eight products
+    const int set = count / kBatch % 2, place = count % kBatch;
+    float sum[3][3][4], square[2] = {0, 0};  // nine chains of eight products
 #pragma unroll
     for (int product = 0; product < 8; ++product) {
       const int j = product / 2, first = product % 2 * 2;
@@ -189,8 +191,9 @@ __global__ void __launch_bounds__(kThreads, 1) map_kernel(const __grid_constant_
       for (int part = 0; part < 3; ++part)
 #pragma unroll
         for (int block = 0; block < 3; ++block)
-          hopper::multiply_16x8(sum[part][block], h[0][j][first], h[1][j][first], h[0][j][first + 1],
-                                h[1][j][first + 1], w[product][part][block][0], w[product][part][block][1]);
+          (product == 0 ? hopper::first_multiply_16x8 : hopper::multiply_16x8)(
+              sum[part][block], h[0][j][first], h[1][j][first], h[0][j][first + 1], h[1][j][first + 1],
+              w[product][part][block][0], w[product][part][block][1]);
 #pragma unroll
       for (int u = 0; u < 2; ++u)
 #pragma unroll
@@ -204,11 +207,11 @@ __global__ void __launch_bounds__(kThreads, 1) map_kernel(const __grid_constant_
       square[u] += __shfl_xor_sync(~0u, square[u], 1);
       square[u] += __shfl_xor_sync(~0u, square[u], 2);
       const int token = g + 8 * u;
-      if (q == 0) s.square[buffer][warp][token] = square[u];
+      if (q == 0) s.square[set][place][warp][token] = square[u];
 #pragma unroll
       for (int block = 0; block < 3; ++block) {
         const auto parts = [&](int i) { return (sum[2][block][i] + sum[1][block][i]) + sum[0][block][i]; };
-        *reinterpret_cast<float2*>(&s.product[buffer][warp][token][8 * block + 2 * q]) =
+        *reinterpret_cast<float2*>(&s.product[set][place][warp][token][8 * block + 2 * q]) =
             make_float2(parts(2 * u), parts(2 * u + 1));
       }
     }
@@ -216,8 +219,7 @@ __global__ void __launch_bounds__(kThreads, 1) map_kernel(const __grid_constant_
   }
   hopper::copy_wait<0>();
   __syncthreads();
-  if (count == 0) return;
-  write_sums(first_step + (count - 1) * stride, (count - 1) & 1);
+  if (count > 0) write_sums((count - 1) / kBatch * kBatch, count);
 }
 
 }  // namespace

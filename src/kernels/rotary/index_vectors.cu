@@ -4,8 +4,6 @@
 // Pairs of channels stay packed as bf16 from the transform on.
 #include <cuda_fp8.h>
 
-#include <climits>
-
 #include "kernels/hopper/vectors.cuh"
 #include "kernels/indexer/indexer.h"
 #include "kernels/rotary/index_vectors.h"
@@ -208,7 +206,7 @@ __device__ __forceinline__ void store_record(const Lane& v, uint8_t* record) {
 }
 
 template <bool kNormed>
-__global__ void __launch_bounds__(kThreads, kNormed ? 5 : 6)
+__global__ void __launch_bounds__(kThreads, kNormed ? 4 : 6)
     index_vectors_kernel(const __grid_constant__ FinishVectors p) {
   const int lane = lane_of_vector();
   const unsigned vector = blockIdx.x * kBlockVectors + threadIdx.x / kLanes, vectors = p.vectors;
@@ -225,7 +223,7 @@ __global__ void __launch_bounds__(kThreads, kNormed ? 5 : 6)
   const float2* angle = static_cast<const float2*>(p.table) + row * (kRotaryChannels / 2) + lane * 8;
 #pragma unroll
   for (int i = kPieces / 2; i < kPieces; ++i) {  // the upper half is rotated
-    rotate_eight(v[i], angle + (i / 2 - kScaleBlocks / 2) * 16 + i % 2 * 4, 1);
+    rotate_eight(v[i], load_angles(angle + (i / 2 - kScaleBlocks / 2) * 16 + i % 2 * 4), 1);
     unpack(pack(v[i]), v[i]);
   }
   hadamard(v);
@@ -236,7 +234,7 @@ __global__ void __launch_bounds__(kThreads, kNormed ? 5 : 6)
 }  // namespace
 
 cudaError_t finish_index_vectors(const FinishVectors& p, cudaStream_t stream) {
-  if (p.width != kIndexDim || p.norm == VectorNorm::plain || p.rows > INT_MAX / p.vectors) return cudaErrorInvalidValue;
+  if (p.width != kIndexDim || p.norm == VectorNorm::plain) return cudaErrorInvalidValue;
   const unsigned blocks = (static_cast<unsigned>(p.rows) * p.vectors + kBlockVectors - 1) / kBlockVectors;
   if (p.norm == VectorNorm::none)
     index_vectors_kernel<false><<<blocks, kThreads, 0, stream>>>(p);

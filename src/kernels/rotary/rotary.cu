@@ -3,6 +3,8 @@
 // are in index_vectors.cu.
 #include "kernels/rotary/rotary.h"
 
+#include <climits>
+
 #include "kernels/hopper/vectors.cuh"
 #include "kernels/norm/partial_sums.cuh"
 #include "kernels/rotary/index_vectors.h"
@@ -38,9 +40,9 @@ __device__ __forceinline__ bool has_tail(int lane) {
   return lane >= kLanes - kRotaryChannels / 8;
 }
 template <int kLanes>
-__device__ __forceinline__ void rotate_tail(float (&v)[8], const void* table, int row, int lane, float direction) {
+__device__ __forceinline__ Angles tail_angles(const void* table, int row, int lane) {
   const int piece = lane - (kLanes - kRotaryChannels / 8);
-  rotate_eight(v, static_cast<const float2*>(table) + static_cast<size_t>(row) * kPairs + piece * 4, direction);
+  return load_angles(static_cast<const float2*>(table) + static_cast<size_t>(row) * kPairs + piece * 4);
 }
 
 // Sylvester order, times 128^-1/2, over 16 lanes.
@@ -110,23 +112,36 @@ template <int kWidth, VectorNorm kNorm, VectorStorage kStorage, int kTogether>
 __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant__ FinishVectors p) {
   using L = Layout<kWidth, kTogether>;
   const int group = threadIdx.x / L::kLanes, lane = threadIdx.x % L::kLanes;
-  const int64_t count = static_cast<int64_t>(p.rows) * p.vectors;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * L::kBlockVectors + group;
+  const unsigned count = static_cast<unsigned>(p.rows) * p.vectors, first = blockIdx.x * L::kBlockVectors + group;
+  const bool tail = has_tail<L::kLanes>(lane);
+  // One vector: what is needed later is on its way together with it.
+  constexpr bool kEarly = kTogether == 1;
+  float weight[L::kPieces][8];
+  Angles angles;
+  const auto load_weight = [&] {
+    if constexpr (kNorm == VectorNorm::weighted)
+#pragma unroll
+      for (int i = 0; i < L::kPieces; ++i) load_eight(p.weight + 8 * (i * L::kLanes + lane), weight[i]);
+  };
   uint4 in[kTogether][L::kPieces];
 #pragma unroll
   for (int t = 0; t < kTogether; ++t) {
-    const int64_t vector = first + t * L::kGroups;
+    const unsigned vector = first + t * L::kGroups;
     if (vector < count)
 #pragma unroll
       for (int i = 0; i < L::kPieces; ++i)
-        in[t][i] = __ldcs(static_cast<const uint4*>(p.x) + vector * (kWidth / 8) + i * L::kLanes + lane);
+        in[t][i] = __ldcs(static_cast<const uint4*>(p.x) + size_t{vector} * (kWidth / 8) + i * L::kLanes + lane);
+  }
+  if constexpr (kEarly) {
+    load_weight();
+    if (tail && first < count) angles = tail_angles<L::kLanes>(p.table, first / static_cast<unsigned>(p.vectors), lane);
   }
 #pragma unroll
   for (int t = 0; t < kTogether; ++t) {
-    const int64_t vector = first + t * L::kGroups;
+    const unsigned vector = first + t * L::kGroups;
     if (__all_sync(~0u, vector >= count)) return;
     const bool exists = vector < count;
-    const int row = exists ? static_cast<int>(vector / p.vectors) : 0;
+    const unsigned row = exists ? vector / static_cast<unsigned>(p.vectors) : 0;
     float v[L::kPieces][8], square = 0;
 #pragma unroll
     for (int i = 0; i < L::kPieces; ++i) {
@@ -136,22 +151,21 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
     }
     if constexpr (kNorm != VectorNorm::none) {
       const float rho = inverse_rms(group_sum<L::kLanes>(square), kWidth, p.eps);
+      if constexpr (!kEarly) load_weight();
 #pragma unroll
       for (int i = 0; i < L::kPieces; ++i) {
-        float w[8];
-        if constexpr (kNorm == VectorNorm::weighted) load_eight(p.weight + 8 * (i * L::kLanes + lane), w);
 #pragma unroll
         for (int k = 0; k < 8; ++k) {
           v[i][k] *= rho;
-          if constexpr (kNorm == VectorNorm::weighted) v[i][k] *= w[k];
+          if constexpr (kNorm == VectorNorm::weighted) v[i][k] *= weight[i][k];
         }
         round_eight(v[i]);
       }
     }
-    const bool tail = has_tail<L::kLanes>(lane);
     constexpr int kLast = L::kPieces - 1;
     if (tail) {
-      rotate_tail<L::kLanes>(v[kLast], p.table, row, lane, 1);
+      if constexpr (!kEarly) angles = tail_angles<L::kLanes>(p.table, row, lane);
+      rotate_eight(v[kLast], angles, 1);
       round_eight(v[kLast]);
     }
     if constexpr (kStorage == VectorStorage::fp8) {
@@ -167,7 +181,9 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
       }
     }
     if (!exists) continue;
-    const int64_t to = p.slot ? static_cast<int64_t>(__ldg(p.slot + row)) * p.vectors + vector % p.vectors : vector;
+    const size_t to =
+        p.slot ? static_cast<size_t>(__ldg(p.slot + row)) * p.vectors + vector % static_cast<unsigned>(p.vectors)
+               : vector;
 #pragma unroll
     for (int i = 0; i < L::kPieces; ++i)
       static_cast<uint4*>(p.y)[to * (kWidth / 8) + i * L::kLanes + lane] = pack(v[i]);
@@ -181,12 +197,11 @@ __global__ void __launch_bounds__(kThreads) finish_backward_kernel(const __grid_
   using L = Layout<kWidth, kBlockTogether>;
   constexpr int kLast = L::kPieces - 1;
   const int group = threadIdx.x / L::kLanes, lane = threadIdx.x % L::kLanes;
-  const int64_t count = static_cast<int64_t>(p.rows) * p.vectors;
+  const unsigned count = static_cast<unsigned>(p.rows) * p.vectors;
   float d_weight[L::kPieces][8] = {};
 #pragma unroll 1
   for (int round = 0; round < (kWeight ? kBackwardRounds : 1); ++round) {
-    const int64_t first =
-        (static_cast<int64_t>(blockIdx.x) * (kWeight ? kBackwardRounds : 1) + round) * L::kBlockVectors + group;
+    const unsigned first = (blockIdx.x * (kWeight ? kBackwardRounds : 1) + round) * L::kBlockVectors + group;
     // At a time; with a norm two inputs are in flight.
     constexpr int kTogether = kNorm == VectorNorm::none || kBlockTogether == 1 ? kBlockTogether : kBlockTogether / 2;
 #pragma unroll 1
@@ -194,25 +209,25 @@ __global__ void __launch_bounds__(kThreads) finish_backward_kernel(const __grid_
       uint4 ds[kTogether][L::kPieces], xs[kTogether][L::kPieces];
 #pragma unroll
       for (int t = 0; t < kTogether; ++t) {
-        const int64_t vector = first + (part + t) * L::kGroups;
+        const unsigned vector = first + (part + t) * L::kGroups;
 #pragma unroll
         for (int i = 0; i < L::kPieces; ++i) {
           ds[t][i] = xs[t][i] = make_uint4(0, 0, 0, 0);
           if (vector >= count) continue;
-          const size_t at = vector * (kWidth / 8) + i * L::kLanes + lane;
+          const size_t at = size_t{vector} * (kWidth / 8) + i * L::kLanes + lane;
           ds[t][i] = static_cast<const uint4*>(p.d_y)[at];
           if constexpr (kNorm != VectorNorm::none) xs[t][i] = static_cast<const uint4*>(p.x)[at];
         }
       }
 #pragma unroll
       for (int t = 0; t < kTogether; ++t) {
-        const int64_t vector = first + (part + t) * L::kGroups;
-        const int row = vector < count ? static_cast<int>(vector / p.vectors) : 0;
+        const unsigned vector = first + (part + t) * L::kGroups;
+        const unsigned row = vector < count ? vector / static_cast<unsigned>(p.vectors) : 0;
         float d[L::kPieces][8], x[L::kPieces][8];
 #pragma unroll
         for (int i = 0; i < L::kPieces; ++i) unpack(ds[t][i], d[i]), unpack(xs[t][i], x[i]);
         if constexpr (kStorage == VectorStorage::fp4_record) hadamard_128(d[0]);  // its own transpose
-        if (has_tail<L::kLanes>(lane)) rotate_tail<L::kLanes>(d[kLast], p.table, row, lane, -1);
+        if (has_tail<L::kLanes>(lane)) rotate_eight(d[kLast], tail_angles<L::kLanes>(p.table, row, lane), -1);
         if constexpr (kNorm != VectorNorm::none) {
           float square = 0, along = 0;
 #pragma unroll
@@ -243,7 +258,7 @@ __global__ void __launch_bounds__(kThreads) finish_backward_kernel(const __grid_
         if (vector >= count) continue;
 #pragma unroll
         for (int i = 0; i < L::kPieces; ++i)
-          static_cast<uint4*>(p.d_x)[vector * (kWidth / 8) + i * L::kLanes + lane] = pack(d[i]);
+          static_cast<uint4*>(p.d_x)[size_t{vector} * (kWidth / 8) + i * L::kLanes + lane] = pack(d[i]);
       }
     }
   }
@@ -263,27 +278,20 @@ __global__ void __launch_bounds__(kThreads) finish_backward_kernel(const __grid_
   }
 }
 
-// Eight lanes have the tail of a vector, kTails of them in flight.
-constexpr int kTails = 4, kBlockTails = kTails * kThreads / 8;
+// Eight lanes have the tail of a vector.
 __global__ void __launch_bounds__(kThreads)
-    rotate_kernel(uint4* x, const float2* table, int64_t count, int vectors, int width, float direction) {
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * kBlockTails + threadIdx.x / 8;
-  const int lane = threadIdx.x % 8;
-  uint4* tails = x + width / 8 - 8 + lane;
-  uint4 tail[kTails];
-#pragma unroll
-  for (int i = 0; i < kTails; ++i)
-    if (const int64_t vector = first + i * (kThreads / 8); vector < count) tail[i] = tails[vector * (width / 8)];
-#pragma unroll
-  for (int i = 0; i < kTails; ++i) {
-    const int64_t vector = first + i * (kThreads / 8);
-    if (vector >= count) return;
-    float v[8];
-    unpack(tail[i], v);
-    rotate_eight(v, table + vector / vectors * kPairs + lane * 4, direction);
-    tails[vector * (width / 8)] = pack(v);
-  }
+    rotate_kernel(uint4* x, const float2* table, unsigned count, unsigned vectors, int width, float direction) {
+  const unsigned vector = blockIdx.x * (kThreads / 8) + threadIdx.x / 8, lane = threadIdx.x % 8;
+  if (vector >= count) return;
+  const Angles angles = load_angles(table + size_t{vector / vectors} * kPairs + lane * 4);
+  uint4& at = x[size_t{vector} * (width / 8) + width / 8 - 8 + lane];
+  float v[8];
+  unpack(at, v);
+  rotate_eight(v, angles, direction);
+  at = pack(v);
 }
+
+bool too_many(int rows, int vectors) { return rows < 0 || vectors < 1 || rows > INT_MAX / vectors; }
 
 int blocks_for(int64_t vectors, int block_vectors) {
   return static_cast<int>((vectors + block_vectors - 1) / block_vectors);
@@ -358,7 +366,7 @@ cudaError_t rotary_table(const int* position, const float* frequency, int rows, 
 }
 
 cudaError_t finish_vectors(const FinishVectors& p, cudaStream_t stream) {
-  if (p.rows < 0 || p.vectors < 1 || (p.norm == VectorNorm::weighted) != (p.weight != nullptr))
+  if (rotary::too_many(p.rows, p.vectors) || (p.norm == VectorNorm::weighted) != (p.weight != nullptr))
     return cudaErrorInvalidValue;
   if (p.rows == 0) return cudaSuccess;
   if (p.storage == VectorStorage::fp4_record) return rotary::finish_index_vectors(p, stream);
@@ -377,7 +385,7 @@ size_t finish_vectors_backward_workspace(int rows, int vectors, int width) {
 }
 
 cudaError_t finish_vectors_backward(const FinishVectorsBackward& p, cudaStream_t stream) {
-  if (p.rows < 0 || p.vectors < 1 || (p.norm == VectorNorm::weighted) != (p.weight != nullptr) ||
+  if (rotary::too_many(p.rows, p.vectors) || (p.norm == VectorNorm::weighted) != (p.weight != nullptr) ||
       (p.d_weight && p.norm != VectorNorm::weighted) || (p.norm != VectorNorm::none && p.x == nullptr))
     return cudaErrorInvalidValue;
   if (p.rows == 0) return cudaSuccess;
@@ -390,10 +398,10 @@ cudaError_t finish_vectors_backward(const FinishVectorsBackward& p, cudaStream_t
 cudaError_t rotate_tails(void* x, const void* table, int rows, int vectors, int width, bool inverse,
                          cudaStream_t stream) {
   using namespace rotary;
-  if (rows < 0 || vectors < 1 || width < kRotaryChannels || width % 8 != 0) return cudaErrorInvalidValue;
+  if (too_many(rows, vectors) || width < kRotaryChannels || width % 8 != 0) return cudaErrorInvalidValue;
   if (rows == 0) return cudaSuccess;
   const int64_t count = static_cast<int64_t>(rows) * vectors;
-  rotate_kernel<<<blocks_for(count, kBlockTails), kThreads, 0, stream>>>(
+  rotate_kernel<<<blocks_for(count, kThreads / 8), kThreads, 0, stream>>>(
       static_cast<uint4*>(x), static_cast<const float2*>(table), count, vectors, width, inverse ? -1.f : 1.f);
   return cudaGetLastError();
 }

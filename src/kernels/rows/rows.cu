@@ -73,6 +73,24 @@ __device__ __forceinline__ void store_values(const float (&v)[8], void* data, bo
   }
 }
 
+__device__ __forceinline__ void unpack(const uint2& from, float (&to)[4]) {
+  to[0] = low_bf16(from.x), to[1] = high_bf16(from.x), to[2] = low_bf16(from.y), to[3] = high_bf16(from.y);
+}
+__device__ __forceinline__ void load_four(const void* data, bool bf16, int64_t quad, float (&v)[4]) {
+  if (bf16) {
+    unpack(static_cast<const uint2*>(data)[quad], v);
+  } else {
+    const float4 x = static_cast<const float4*>(data)[quad];
+    v[0] = x.x, v[1] = x.y, v[2] = x.z, v[3] = x.w;
+  }
+}
+__device__ __forceinline__ void store_four(const float (&v)[4], void* data, bool bf16, int64_t quad) {
+  if (bf16)
+    static_cast<uint2*>(data)[quad] = make_uint2(hopper::pack_bf16(v[0], v[1]), hopper::pack_bf16(v[2], v[3]));
+  else
+    static_cast<float4*>(data)[quad] = make_float4(v[0], v[1], v[2], v[3]);
+}
+
 // A thread has eight channels of a row.
 __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ Sum p) {
   const int64_t unit = blockIdx.x * int64_t{kThreads} + threadIdx.x;
@@ -100,45 +118,49 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ S
   store_values(total, p.out, p.out_bf16, unit);
 }
 
-// A warp has 256 channels of a meeting, with kTerms loads (rows and their copies) in flight and the numbers of the next
-// 32 rows, one a lane. Grid: (meetings / kWarps, pieces of 32 units).
+// A warp has 128 channels of a meeting; of the next 32 rows it holds the numbers, one a lane, and 32 loads are in
+// flight. Few channels, because the rows of a frequent token are one long chain. Grid: (meetings / kWarps, pieces of
+// 128).
+template <int kCopies>
 __global__ void __launch_bounds__(kThreads) meeting_kernel(const __grid_constant__ MeetingSums p) {
-  constexpr int kTerms = 16;
-  const int meeting = warp_row(), lane = threadIdx.x % 32, units = p.width / 8, own = blockIdx.y * 32 + lane;
+  constexpr int kRows = 32 / kCopies;  // in flight
+  const int meeting = warp_row(), lane = threadIdx.x % 32, quads = p.width / 4, own = blockIdx.y * 32 + lane;
   if (meeting >= p.meetings) return;
-  const bool exists = own < units;
-  const int unit = exists ? own : 0;
-  const int64_t target = static_cast<int64_t>(p.to ? p.to[meeting] : meeting) * units + unit;
+  const int quad = min(own, quads - 1);
+  const int64_t target = static_cast<int64_t>(p.to ? p.to[meeting] : meeting) * quads + quad;
   const int first = p.begin ? p.begin[meeting] : meeting, last = p.begin ? p.begin[meeting + 1] : meeting + 1;
-  const uint4* x = reinterpret_cast<const uint4*>(p.x) + unit;
-  float total[8] = {}, streams[8];
-  if (p.add) load_values(p.out, p.out_bf16, target, total);
+  const uint2* x = reinterpret_cast<const uint2*>(p.x) + quad;
+  float total[4] = {};
+  if (p.add) load_four(p.out, p.out_bf16, target, total);
   for (int base = first; base < last; base += 32) {
     const int number = p.row && base + lane < last ? p.row[base + lane] : base + lane, rows = min(last - base, 32);
-    int loaded = 0, loaded_copy = 0, added = 0, added_copy = 0;
-    while (added < rows) {
-      uint4 v[kTerms];
+    for (int row = 0; row < rows; row += kRows) {
+      uint2 v[kRows][kCopies];
 #pragma unroll
-      for (int t = 0; t < kTerms; ++t) {
-        const int64_t row = __shfl_sync(~0u, number, loaded & 31);
-        if (loaded < rows) v[t] = __ldg(x + (row * p.copies + loaded_copy) * units);
-        if (++loaded_copy == p.copies) loaded_copy = 0, ++loaded;
+      for (int r = 0; r < kRows; ++r) {
+        const uint2* from = x + static_cast<int64_t>(__shfl_sync(~0u, number, row + r)) * kCopies * quads;
+        if (row + r < rows)
+#pragma unroll
+          for (int c = 0; c < kCopies; ++c) v[r][c] = __ldg(from + c * quads);
       }
 #pragma unroll
-      for (int t = 0; t < kTerms; ++t) {
-        if (added >= rows) break;
-        float term[8];
-        unpack(v[t], term);
+      for (int r = 0; r < kRows; ++r) {
+        if (row + r >= rows) break;
+        float streams[4];
+        unpack(v[r][0], streams);
 #pragma unroll
-        for (int k = 0; k < 8; ++k) streams[k] = added_copy == 0 ? term[k] : __fadd_rn(streams[k], term[k]);
-        if (++added_copy < p.copies) continue;
-        added_copy = 0, ++added;
+        for (int c = 1; c < kCopies; ++c) {
+          float term[4];
+          unpack(v[r][c], term);
 #pragma unroll
-        for (int k = 0; k < 8; ++k) total[k] = __fadd_rn(total[k], streams[k]);
+          for (int k = 0; k < 4; ++k) streams[k] = __fadd_rn(streams[k], term[k]);
+        }
+#pragma unroll
+        for (int k = 0; k < 4; ++k) total[k] = __fadd_rn(total[k], streams[k]);
       }
     }
   }
-  if (exists) store_values(total, p.out, p.out_bf16, target);
+  if (own < quads) store_four(total, p.out, p.out_bf16, target);
 }
 
 // By a warp: to[i] = from[i] + offset.
@@ -238,11 +260,12 @@ void add_meetings(const MeetingSums& p, cudaStream_t stream) {
   const char* where = "rows: add_meetings";
   check_width(where, p.meetings, p.width);
   if (p.meetings == 0) return;
-  require(p.copies > 0 && (p.to == nullptr) == (p.begin == nullptr) && (p.to == nullptr) == (p.row == nullptr), where,
-          "copies = " + std::to_string(p.copies) + " must be positive, and the lists all given or all null");
+  require((p.copies == 1 || p.copies == 4) && (p.to == nullptr) == (p.begin == nullptr) &&
+              (p.to == nullptr) == (p.row == nullptr),
+          where, "copies = " + std::to_string(p.copies) + " must be 1 or 4, and the lists all given or all null");
   require(aligned(p.x, 16) && aligned(p.out, 16), where, "rows must be aligned to 16 bytes");
-  const dim3 blocks(static_cast<unsigned>((p.meetings + kWarps - 1) / kWarps), (p.width / 8 + 31) / 32);
-  meeting_kernel<<<blocks, kThreads, 0, stream>>>(p);
+  const dim3 blocks(static_cast<unsigned>((p.meetings + kWarps - 1) / kWarps), (p.width / 4 + 31) / 32);
+  (p.copies == 1 ? meeting_kernel<1> : meeting_kernel<4>)<<<blocks, kThreads, 0, stream>>>(p);
   check_cuda(cudaGetLastError(), where);
 }
 

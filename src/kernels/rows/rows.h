@@ -56,7 +56,7 @@ Meetings meetings(const std::vector<int>& to);
 // itself: the sum over the streams of each row.
 struct MeetingSums {
   const uint16_t* x;            // bf16 [*, copies, width]
-  int copies, width;            // width a multiple of 8
+  int copies, width;            // copies 1 or 4; width a multiple of 8
   const int *to, *begin, *row;  // a Meetings on the device, or all null
   int meetings;
   void* out;      // [*, width]
