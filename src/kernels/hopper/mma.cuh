@@ -20,16 +20,6 @@ __device__ __forceinline__ void multiply_16x8(float (&d)[4], uint32_t a0, uint32
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// d = a b.
-__device__ __forceinline__ void first_multiply_16x8(float (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
-                                                    uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%10, %10, %10, %10};"
-      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(0.f));
-}
-
 // The same with K = 32 and e4m3 operands: a byte of K where the other has two, so the registers are named alike. Sums
 // are FP32, unlike those of wgmma.
 __device__ __forceinline__ void multiply_16x8_fp8(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {

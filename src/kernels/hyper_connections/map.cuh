@@ -3,8 +3,8 @@
 // sum it is, so products with bf16 streams are exact. Slices leave partial sums, which finish_kernel adds in order.
 //
 // Warp w multiplies channels 32 w .. 32 w + 31 of the slice; lane 4 g + q has tokens g and g + 8 and channels 8 q ..
-// 8 q + 7 of each stream: 16 bytes of every input and output, and at the same time the lane's part of the operand
-// "16 tokens x k16" of two products a stream (k of a product is numbered so that it is).
+// 8 q + 7 of each stream: 16 bytes of every input and output, which it copies itself, and at the same time the lane's
+// part of the operand "16 tokens x k16" of two products a stream (k of a product is numbered so that it is).
 #pragma once
 #include "kernels/hopper/copy.cuh"
 #include "kernels/hopper/vectors.cuh"
@@ -88,24 +88,21 @@ __global__ void __launch_bounds__(kThreads, 1) map_kernel(const __grid_constant_
   load_weights(p, slice * kSlice + warp * 32, w);
 
   const size_t row_bytes = static_cast<size_t>(p.width) * 2, own_bytes = (slice * kSlice + warp * 32 + q * 8) * 2;
-  // The steps are asked for in order.
-  const uint8_t* streams =
-      p.streams + (static_cast<size_t>(first_step) * kMapTokens + g) * kHyperStreams * row_bytes + own_bytes;
-  const uint8_t* outs = p.out + (static_cast<size_t>(first_step) * kMapTokens + g) * row_bytes + own_bytes;
-  const size_t step_bytes = static_cast<size_t>(stride) * kMapTokens * row_bytes;
   const auto fetch = [&](int step, int stage) {
     if (step < steps) {
 #pragma unroll
       for (int u = 0; u < 2; ++u) {
-        const uint32_t bytes = step * kMapTokens + g + 8 * u < p.rows ? 16 : 0;  // none: the address is not used
+        const int row = step * kMapTokens + g + 8 * u;
+        const uint32_t bytes = row < p.rows ? 16 : 0;
+        const size_t safe = row < p.rows ? row : 0;
+        const uint8_t* from = p.streams + safe * kHyperStreams * row_bytes + own_bytes;
 #pragma unroll
         for (int j = 0; j < 4; ++j)
-          hopper::copy16(hopper::shared_address(&s.input[stage][j][u][threadIdx.x]),
-                         streams + (8 * u * kHyperStreams + j) * row_bytes, bytes);
+          hopper::copy16(hopper::shared_address(&s.input[stage][j][u][threadIdx.x]), from + j * row_bytes, bytes);
         if constexpr (kPost)
-          hopper::copy16(hopper::shared_address(&s.input[stage][4][u][threadIdx.x]), outs + 8 * u * row_bytes, bytes);
+          hopper::copy16(hopper::shared_address(&s.input[stage][4][u][threadIdx.x]),
+                         p.out + safe * row_bytes + own_bytes, bytes);
       }
-      streams += step_bytes * kHyperStreams, outs += step_bytes;
       if constexpr (kPost)
         if (threadIdx.x < 5 * kMapTokens) {
           const int token = threadIdx.x / 5, piece = threadIdx.x % 5, from = step * kMapTokens + token;
@@ -183,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, 1) map_kernel(const __grid_constant_
       }
     }
     const int set = count / kBatch % 2, place = count % kBatch;
-    float sum[3][3][4], square[2] = {0, 0};  // nine chains of eight products
+    float sum[3][3][4] = {}, square[2] = {0, 0};  // nine chains of eight products
 #pragma unroll
     for (int product = 0; product < 8; ++product) {
       const int j = product / 2, first = product % 2 * 2;
@@ -191,9 +188,8 @@ __global__ void __launch_bounds__(kThreads, 1) map_kernel(const __grid_constant_
       for (int part = 0; part < 3; ++part)
 #pragma unroll
         for (int block = 0; block < 3; ++block)
-          (product == 0 ? hopper::first_multiply_16x8 : hopper::multiply_16x8)(
-              sum[part][block], h[0][j][first], h[1][j][first], h[0][j][first + 1], h[1][j][first + 1],
-              w[product][part][block][0], w[product][part][block][1]);
+          hopper::multiply_16x8(sum[part][block], h[0][j][first], h[1][j][first], h[0][j][first + 1],
+                                h[1][j][first + 1], w[product][part][block][0], w[product][part][block][1]);
 #pragma unroll
       for (int u = 0; u < 2; ++u)
 #pragma unroll
