@@ -1,8 +1,11 @@
 // A boundary between two sublayers, forward: map_kernel (map.cuh) takes up the sublayer's output and computes the sums
 // of the next mapping, finish_kernel turns them into coefficients, contract_kernel makes the normed
 // input of the next sublayer, in bf16 and as FP8 codes.
+#include <algorithm>
+
 #include "kernels/hyper_connections/coefficients.cuh"
 #include "kernels/hyper_connections/map.cuh"
+#include "kernels/launch.cuh"
 
 namespace plumb::kernels {
 namespace hyper {
@@ -128,7 +131,7 @@ __global__ void __launch_bounds__(kThreads) contract_kernel(const __grid_constan
 
 template <bool kPost>
 cudaError_t launch_map(const MapArguments& map, cudaStream_t stream) {
-  const int bytes = sizeof(MapShared<kPost>);
+  const int bytes = std::min(static_cast<int>(sizeof(MapShared<kPost>)), shared_memory_limit());  // of fewer stages
   const cudaError_t error = cudaFuncSetAttribute(map_kernel<kPost>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
   const int steps = (map.rows + kMapTokens - 1) / kMapTokens;

@@ -6,6 +6,7 @@
 // 8 q + 7 of each stream: 16 bytes of every input and output, which it copies itself, and at the same time the lane's
 // part of the operand "16 tokens x k16" of two products a stream (k of a product is numbered so that it is).
 #pragma once
+#include "kernels/hopper/code.cuh"
 #include "kernels/hopper/copy.cuh"
 #include "kernels/hopper/vectors.cuh"
 #include "kernels/hyper_connections/parts.cuh"
@@ -50,8 +51,9 @@ __device__ __forceinline__ void load_weights(const MapArguments& p, int first_ch
 template <bool kPost>
 struct MapShared {
   static constexpr int kInputs = kPost ? 5 : 4;  // streams, output
-  static constexpr int kStages = kPost ? 4 : 3;
-  static constexpr int kBatch = kPost ? 1 : 4;             // steps between barriers
+  // Other GPUs than Hopper: what the least of shared memory has room for.
+  static constexpr int kStages = !hopper::kHasCode ? 1 : kPost ? 4 : 3;
+  static constexpr int kBatch = !hopper::kHasCode || kPost ? 1 : 4;  // steps between barriers
   uint4 input[kStages][kInputs][2][kThreads];              // of a token half; each thread reads what it copied itself
   float coefficient[kPost ? kStages : 1][kMapTokens][20];  // post, comb
   float product[2][kBatch][kWarps][kMapTokens][kHyperOutputs];
@@ -141,9 +143,13 @@ __global__ void __launch_bounds__(kThreads, 1) map_kernel(const __grid_constant_
   for (int i = 0; i < kStages - 1; ++i) fetch(first_step + i * stride, i);
   int count = 0, stage = 0;
   for (int step = first_step; step < steps; step += stride, ++count) {
-    hopper::copy_wait<kStages - 2>();
+    if constexpr (kStages > 1) hopper::copy_wait<kStages - 2>();
     if (count % kBatch == 0) __syncthreads();  // the sums of the batch before are there, and this step's coefficients
     fetch(step + (kStages - 1) * stride, stage == 0 ? kStages - 1 : stage - 1);
+    if constexpr (kStages == 1) {
+      hopper::copy_wait<0>();
+      __syncthreads();
+    }
     if (count > 0 && count % kBatch == 0) write_sums(count - kBatch, count);
 
     uint32_t h[2][4][4];  // [token half][stream][word]
