@@ -12,4 +12,9 @@ constexpr bool kHasCode = true;
 #define PLUMB_CLUSTER(blocks) __cluster_dims__(blocks, 1, 1)
 #endif
 
+// Whether what a kernel keeps in shared memory, of fewer stages than on Hopper, fits into the least that a block has on
+// a GPU of compute capability 8.0 or later.
+template <typename Shared>
+constexpr bool kFitsEverywhere = kHasCode || sizeof(Shared) <= 99 * 1024;
+
 }  // namespace plumb::kernels::hopper

@@ -266,6 +266,7 @@ template <bool kNext>
 __global__ void __launch_bounds__(kThreads, 1) streams_backward_kernel(const __grid_constant__ StreamsArguments p) {
   extern __shared__ __align__(16) uint8_t raw[];
   auto& s = *reinterpret_cast<StreamsShared<kNext>*>(raw);
+  static_assert(hopper::kFitsEverywhere<StreamsShared<kNext>>);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int slices = p.width / kSlice, slice = blockIdx.x % slices, stride = gridDim.x / slices;
   const int steps = (p.rows + kStreamTokens - 1) / kStreamTokens, first_step = blockIdx.x / slices;

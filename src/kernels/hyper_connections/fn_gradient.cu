@@ -23,6 +23,7 @@ struct FnShared {
 __global__ void __launch_bounds__(kThreads, 1) fn_gradient_kernel(const __grid_constant__ FnArguments p) {
   extern __shared__ __align__(16) uint8_t raw[];
   FnShared& s = *reinterpret_cast<FnShared*>(raw);
+  static_assert(hopper::kFitsEverywhere<FnShared>);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
   const int slices = p.width / kSlice, slice = blockIdx.x % slices, chunk = blockIdx.x / slices;
   const int chunk_rows = ((p.rows + kTokenChunks - 1) / kTokenChunks + kFnTokens - 1) / kFnTokens * kFnTokens;

@@ -80,6 +80,7 @@ template <bool kPost>
 __global__ void __launch_bounds__(kThreads, 1) map_kernel(const __grid_constant__ MapArguments p) {
   extern __shared__ __align__(16) uint8_t raw[];
   using Shared = MapShared<kPost>;
+  static_assert(hopper::kFitsEverywhere<Shared>);
   constexpr int kStages = Shared::kStages, kBatch = Shared::kBatch;
   auto& s = *reinterpret_cast<Shared*>(raw);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
