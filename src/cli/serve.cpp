@@ -79,14 +79,11 @@ serve::ServedModel served_model(const Arguments& a, const ModelSession& s) {
   return m;
 }
 
-// What was not asked for. A GPU reads its weights once a step, for however many answers.
-void set_sizes(Arguments& a, const WeightStore& weights) {
+// Of the cache, if nobody says: most of what the weights leave of a GPU.
+int64_t default_memory(Space space) {
   constexpr int64_t kGigabyte = int64_t{1} << 30, kForStep = 8 * kGigabyte;  // what a step computes in
-  const bool gpu = weights.space() == Space::device;
-  EngineOptions& e = a.server.engine;
-  if (e.max_running == 0) e.max_running = gpu ? 256 : 16;
-  if (e.prefill_chunk == 0) e.prefill_chunk = gpu ? 1024 : 256;
-  if (a.memory == 0) a.memory = gpu ? std::max(kGigabyte, (ops::free_device_memory() - kForStep) / 4 * 3) : kGigabyte;
+  if (space == Space::host) return kGigabyte;
+  return std::max(kGigabyte, (ops::free_device_memory() - kForStep) / 4 * 3);
 }
 
 void serve_model(Arguments& a) {
@@ -96,9 +93,10 @@ void serve_model(Arguments& a) {
   serve::ServerOptions& o = a.server;
   o.engine.numerics = s.numerics;
   o.engine.tokenizer = s.tokenizer;
-  set_sizes(a, *s.weights);
-  fit_cache(o.engine, s.weights->config(), static_cast<int64_t>(a.memory), model.max_positions, s.weights->space());
-  o.engine.token_budget = o.engine.max_running + 4 * o.engine.prefill_chunk;
+  const Space space = s.weights->space();
+  set_step_sizes(o.engine, space);
+  fit_cache(o.engine, s.weights->config(), a.memory > 0 ? static_cast<int64_t>(a.memory) : default_memory(space),
+            model.max_positions, space);
   o.queue.max_open = o.engine.max_running + a.max_queue;
   o.queue.timeout = milliseconds(a.timeout);
   o.http = http_options(a.network);

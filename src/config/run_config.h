@@ -115,7 +115,7 @@ struct SamplingKeys {
   double top_p = 1;
   int64_t top_k = 0;
   double min_p = 0;
-  int64_t max_running = 16;
+  int64_t max_running = 0;
 };
 
 struct EvalKeys {

@@ -200,9 +200,9 @@ std::vector<Field> sampling_fields() {
        .commands = only},
       {.key = "sampling.max_running",
        .value = at(t, &K::max_running),
-       .range = from(1, 4096),
+       .range = from(0, 4096),
        .unit = "samples",
-       .help = "answers written side by side",
+       .help = "answers written side by side; 0 = 16, on a GPU 256, and no more than a step has",
        .commands = only},
   };
 }

@@ -36,6 +36,13 @@ CacheBytes cache_bytes(const ModelConfig& c, Space space) {
   return b;
 }
 
+void set_step_sizes(EngineOptions& o, Space space) {
+  const bool gpu = space == Space::device;
+  if (o.max_running == 0) o.max_running = gpu ? 256 : 16;
+  if (o.prefill_chunk == 0) o.prefill_chunk = gpu ? 1024 : 256;
+  o.token_budget = o.max_running + 4 * o.prefill_chunk;
+}
+
 void fit_cache(EngineOptions& o, const ModelConfig& config, int64_t budget, int longest, Space space) {
   const CacheBytes bytes = cache_bytes(config, space);
   const PlanShape shape = plan_shape(config);

@@ -1,4 +1,4 @@
-// How much memory the engine's cache takes, and how large it may be for a given amount.
+// The sizes of an engine: of its steps where the model computes, and of its cache for a given amount of memory.
 #pragma once
 #include <cstdint>
 
@@ -14,6 +14,10 @@ struct CacheBytes {
   }
 };
 CacheBytes cache_bytes(const ModelConfig& config, Space space = Space::host);
+
+// Sets max_running and prefill_chunk where they are 0, to 16 and 256, on a GPU (which reads its weights once a step,
+// for however many rows) to 256 and 1,024; and token_budget, so that every answer and four chunks fit into a step.
+void set_step_sizes(EngineOptions& options, Space space);
 
 // Sets key_pages and entry_pages so that the cache takes at most `budget` bytes: room for one request of `longest`
 // tokens (prompt and answer) first, then for max_running of them as long as they can be, then for prefixes. Error: the

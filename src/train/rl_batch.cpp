@@ -6,17 +6,22 @@
 
 #include "base/error.h"
 #include "base/hash.h"
+#include "rollout/cache_size.h"
 
 namespace plumb {
 namespace {
 
 using nlohmann::json;
 
-EngineOptions engine_options(const RunConfig& config, const ModelConfig& model) {
+EngineOptions engine_options(const RunConfig& config, const WeightStore& weights) {
+  const ModelConfig& model = weights.config();
   EngineOptions o;
   o.numerics = numerics_from_name(config.model.numerics.c_str());
-  o.max_running = static_cast<int>(config.sampling.max_running);
-  o.token_budget = std::max(o.token_budget, o.max_running);
+  o.max_running = static_cast<int>(config.sampling.max_running), o.prefill_chunk = 0;
+  set_step_sizes(o, weights.space());
+  if (config.sampling.max_running == 0)  // no more than a step has
+    o.max_running =
+        static_cast<int>(std::min<int64_t>(o.max_running, config.rl.groups_per_step * config.rl.group_size));
   const int longest = static_cast<int>(std::min<int64_t>(config.data.row_tokens, model.max_position_embeddings));
   // Room for every running sample at full length, and as much again for common beginnings.
   const PlanShape shape = plan_shape(model);
@@ -77,7 +82,7 @@ BatchSampler::BatchSampler(WeightStore& weights, std::shared_ptr<AdapterRegistry
       scorer_(scorer),
       environment_(environment),
       stop_(std::move(stop)),
-      engine_(weights, engine_options(config, weights.config()), std::move(registry)) {}
+      engine_(weights, engine_options(config, weights), std::move(registry)) {}
 
 RlBatch BatchSampler::sample(const BatchRequest& request) {
   const auto start = std::chrono::steady_clock::now();
