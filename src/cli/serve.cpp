@@ -79,7 +79,14 @@ serve::ServedModel served_model(const Arguments& a, const ModelSession& s) {
   return m;
 }
 
-// Of the cache, if nobody says: most of what the weights leave of a GPU.
+// A GPU gets a layer when it is first asked for. Now, so that what the kernels cannot take is said before anybody waits
+// for an answer, and what the weights leave is known.
+void load_layers(WeightStore& weights) {
+  if (weights.space() == Space::host) return;
+  for (int layer = 0; layer < weights.config().num_hidden_layers; ++layer) weights.acquire(layer);
+}
+
+// Of the cache, if nobody says: most of what the loaded weights leave of a GPU.
 int64_t default_memory(Space space) {
   constexpr int64_t kGigabyte = int64_t{1} << 30, kForStep = 8 * kGigabyte;  // what a step computes in
   if (space == Space::host) return kGigabyte;
@@ -93,6 +100,7 @@ void serve_model(Arguments& a) {
   serve::ServerOptions& o = a.server;
   o.engine.numerics = s.numerics;
   o.engine.tokenizer = s.tokenizer;
+  load_layers(*s.weights);
   const Space space = s.weights->space();
   set_step_sizes(o.engine, space);
   fit_cache(o.engine, s.weights->config(), a.memory > 0 ? static_cast<int64_t>(a.memory) : default_memory(space),
