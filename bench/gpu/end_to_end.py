@@ -175,11 +175,16 @@ def serve(s, adapter):
         s.note("an answer's choices differ alone and in a crowd", int(crowd(32)[3]["choices"] != alone["choices"]), "")
 
 
+def device_name():
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        return subprocess.run(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=True).stdout.split("\n")[0]
+    return "CPU"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result")
     parser.add_argument("--plumb", default=ROOT / "build/plumb")
-    parser.add_argument("--device", default="NVIDIA H200", help="what to write into the result")
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -189,7 +194,7 @@ def main():
         adapter = sorted((s.work / "sft/checkpoints").iterdir())[-1]
         compare_bits(s, adapter)
         serve(s, adapter)
-    result = {"name": "end_to_end", "title": "The program as a user has it, on a GPU", "date": datetime.date.today().isoformat(), "device": args.device,
+    result = {"name": "end_to_end", "title": "The program as a user has it, on a GPU", "date": datetime.date.today().isoformat(), "device": device_name(),
               "command": "bench/gpu/end_to_end.py: four layers of Flash's shape, 32 experts, a vocabulary of 1,280", "figures": s.figures}
     pathlib.Path(args.result).write_text(json.dumps(result, indent=1) + "\n")
     bad = [f for f in s.figures if "differ" in f["name"] and f["value"]]

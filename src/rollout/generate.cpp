@@ -4,14 +4,16 @@
 #include <map>
 
 #include "base/error.h"
+#include "rollout/cache_size.h"
 #include "rollout/engine.h"
 
 namespace plumb {
 namespace {
 
 // An engine with room for `batch` of the longest requests, so that none is ever preempted.
-EngineOptions engine_options(const ModelConfig& config, const std::vector<GenerationRequest>& requests,
+EngineOptions engine_options(const WeightStore& weights, const std::vector<GenerationRequest>& requests,
                              const GenerateOptions& o) {
+  const ModelConfig& config = weights.config();
   const PlanShape shape = plan_shape(config);
   const int positions = page_positions(shape);
   int longest = 1;
@@ -24,8 +26,8 @@ EngineOptions engine_options(const ModelConfig& config, const std::vector<Genera
   e.numerics = o.numerics;
   e.max_running = static_cast<int>(std::clamp<size_t>(requests.size(), 1, std::max(1, o.batch)));
   e.prefill_chunk = o.prefill_chunk;
-  e.token_budget = e.max_running + 4 * o.prefill_chunk;
-  e.key_pages = e.max_running * most_key_pages(positions, shape.window, o.prefill_chunk, longest);
+  set_step_sizes(e, weights.space());
+  e.key_pages = e.max_running * most_key_pages(positions, shape.window, e.prefill_chunk, longest);
   e.entry_pages = e.max_running * ((longest + positions - 1) / positions);
   return e;
 }
@@ -57,7 +59,7 @@ std::vector<Generation> generate(WeightStore& weights, const std::vector<Generat
                                  const GenerateOptions& options) {
   auto registry = std::make_shared<AdapterRegistry>();
   if (options.adapter) registry->publish("adapter", options.adapter);
-  Engine engine(weights, engine_options(weights.config(), requests, options), registry);
+  Engine engine(weights, engine_options(weights, requests, options), registry);
   std::vector<Generation> results(requests.size());
   RequestId first = 0;  // ids ascend by one
   for (size_t i = 0; i < requests.size(); ++i) {

@@ -22,7 +22,7 @@ struct Generation {
 struct GenerateOptions {
   Numerics numerics = Numerics::released;
   std::shared_ptr<const Adapter> adapter;  // for all sequences, or nullptr
-  int prefill_chunk = 256;                 // tokens of one sequence in a step
+  int prefill_chunk = 0;                   // tokens of one sequence in a step; 0: see set_step_sizes
   int batch = 16;                          // sequences at a time
   // Called after each token; return false to end that sequence. May be empty.
   std::function<bool(size_t request, const GeneratedToken&)> on_token;
