@@ -49,12 +49,13 @@ struct GeneratedToken {
 // tokens excluded while the answer is shorter than min_tokens. tokens: prompt, then the answer so far.
 void adjust_logits(std::span<float> logits, const SamplingParams& p, std::span<const int> tokens, size_t prompt);
 
-// The `count` most likely tokens of logits [vocab], most likely first, ties: lower id.
+// The `count` most likely tokens of logits [vocab], most likely first, ties: lower id. n: what ops::head_logits gave
+// with these logits.
 std::vector<TokenLogprob> top_logprobs(std::span<const float> logits, const ops::Normaliser& n, int count);
 
-// Picks a token among the most likely ones (top-k, then min-p, then top-p at the temperature). logits [vocab]; tokens:
-// prompt, then the answer so far. The random number depends on (seed, sequence, number of tokens) alone, so on nothing
-// else in the batch. adapter_version is left 0.
+// Picks a token among the most likely ones (top-k, then min-p, then top-p at the temperature). logits [vocab], n: of
+// ops::head_logits; tokens: prompt, then the answer so far. The random number depends on (seed, sequence, number of
+// tokens) alone, so on nothing else in the batch. adapter_version is left 0. Error: the logits are NaN.
 GeneratedToken sample_token(std::span<const float> logits, const ops::Normaliser& n, const SamplingParams& p,
                             uint64_t sequence, std::span<const int> tokens, size_t prompt);
 

@@ -163,8 +163,7 @@ cudaError_t launch_select(const IndexSelection& s, int first_group, int last_gro
   return rows <= kFewRows ? launch(select_kernel<512, true>, 512) : launch(select_kernel<256, true>, 256);
 }
 
-// ---- Groups (host)
-// ----------------------------------------------------------------------------------------------------
+// ---- Groups, on the host ----
 using Ranges = std::vector<IndexRange>;
 
 // Whether one list of ranges is the other one, cut off somewhere: what rows of one sequence see.
@@ -189,13 +188,12 @@ Ranges ranges_of(const std::vector<int>& begin, const std::vector<IndexRange>& r
   return ranges;
 }
 
-// Appends the tiles of rows first .. last - 1, which are on one path: those of the row that sees most, in its order, so
-// that columns are in order of position wherever the entries lie.
-void add_path(IndexGroups& g, const std::vector<Ranges>& rows, int first, int last, int group_begin) {
-  const Ranges* most = &rows[first - group_begin];
-  for (int row = first + 1; row < last; ++row) most = &longer(*most, rows[row - group_begin]);
+// Appends the tiles of rows first .. last - 1, which are on one path: those of `most`, the ranges of the row that sees
+// most, in its order, so that columns are in order of position wherever the entries lie.
+void add_path(IndexGroups& g, const std::vector<Ranges>& rows, int first, int last, int group_begin,
+              const Ranges& most) {
   std::vector<int> tile_of;  // of each range
-  for (const IndexRange& r : *most) {
+  for (const IndexRange& r : most) {
     tile_of.push_back(static_cast<int>(g.tile_first.size()));
     for (int entry = r.first; entry < r.last; entry += kIndexTile) g.tile_first.push_back(entry);
   }
@@ -226,7 +224,7 @@ IndexGroups make_groups(const std::vector<int>& begin, const std::vector<IndexRa
       const Ranges* most = &rows[path - first];
       int end = path + 1;
       for (; end < last && same_path(*most, rows[end - first]); ++end) most = &longer(*most, rows[end - first]);
-      add_path(g, rows, path, end, first);
+      add_path(g, rows, path, end, first, *most);
       path = end;
     }
     g.tile_begin.push_back(static_cast<int>(g.tile_first.size()));
