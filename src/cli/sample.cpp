@@ -115,7 +115,7 @@ std::function<void()> setup_sample(CLI::App& app) {
   app.add_option("--prompt", a->prompt, "text to continue, behind begin of sentence");
   app.add_option("--input", a->input, "JSONL: an object with messages, prompt or tokens a line");
   app.add_option("--output", a->output, "JSONL: text (given a tokenizer), finish_reason, tokens, logprobs a line");
-  app.add_option("--batch", a->batch, "answers written side by side (changes no result)")->check(CLI::PositiveNumber);
+  app.add_option("--batch", a->batch, "answers written side by side (changes no result)")->check(CLI::Range(1, 4096));
   app.add_flag("--json", a->json, "print one JSON object instead of text");
   return [a] { sample(*a); };
 }
