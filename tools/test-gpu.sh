@@ -24,11 +24,11 @@ for test in build-gpu/*_test build/tests/model_gpu_test; do
   name=$(basename "$test")
   if [ -z "$sanitize" ]; then
     run "$name" "$test"
-    case $name in
-      grouped_linear* | row_linear* | head* | sparse_attention* | indexer_test | lora* | muon* | flash_shapes*)
-        run "$name --portable" "$test" --portable ;;
-      model_gpu*) run "$name --portable" "$test" --portable --gtest_filter='ModelGpu.*:DecodeGraphs.Small*' ;;
-    esac
+    if [ "$name" = model_gpu_test ]; then
+      run "$name --portable" "$test" --portable --gtest_filter='ModelGpu.*:DecodeGraphs.Small*'
+    elif grep -qx "$name" tests/kernels/portable_tests.txt; then
+      run "$name --portable" "$test" --portable
+    fi
   elif echo "$name" | grep -Eq "$sanitize"; then
     for tool in memcheck racecheck initcheck synccheck; do
       run "$name $tool" compute-sanitizer --tool $tool --error-exitcode 9 "$test" --gtest_filter='*Small*'

@@ -13,4 +13,9 @@ bool is_hopper();
 // Makes is_hopper() false on any GPU, so that tests can run the portable kernels where there is a Hopper GPU.
 void use_portable_for_test(bool portable);
 
+// Of the current device, found once; -1 without one.
+int multiprocessors();
+// Bytes of shared memory that a block may have: 227 KB on Hopper, 163 or 99 KB on others.
+int shared_memory_limit();
+
 }  // namespace plumb::kernels

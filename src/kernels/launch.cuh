@@ -1,10 +1,12 @@
-// Launching with dynamic shared memory, the device's size, and errors as exceptions.
+// Launching with dynamic shared memory, and errors as exceptions.
 #pragma once
 #include <cuda_runtime.h>
 
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+
+#include "kernels/device.h"
 
 namespace plumb::kernels {
 
@@ -17,27 +19,6 @@ inline void require(bool condition, const char* where, const std::string& messag
   if (!condition) throw std::invalid_argument(std::string(where) + ": " + message);
 }
 inline bool aligned(const void* p, uintptr_t bytes) { return p && reinterpret_cast<uintptr_t>(p) % bytes == 0; }
-
-inline int multiprocessors() {
-  static const int count = [] {
-    int device = 0, n = 0;
-    check_cuda(cudaGetDevice(&device), "asking for the device");
-    check_cuda(cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, device), "asking for the device's size");
-    return n;
-  }();
-  return count;
-}
-
-// Bytes of shared memory that a block may have: 227 KB on Hopper, 163 or 99 KB on others.
-inline int shared_memory_limit() {
-  static const int bytes = [] {
-    int device = 0, n = 0;
-    check_cuda(cudaGetDevice(&device), "asking for the device");
-    check_cuda(cudaDeviceGetAttribute(&n, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "asking for its memory");
-    return n;
-  }();
-  return bytes;
-}
 
 template <typename... Parameters, typename... Arguments>
 void launch_with_shared(void (*kernel)(Parameters...), dim3 blocks, int threads, int shared_bytes, cudaStream_t stream,

@@ -1,6 +1,6 @@
 #include "kernels/head/head.h"
 
-#include <optional>
+#include <algorithm>
 
 #include "kernels/device.h"
 #include "kernels/portable/product.cuh"
@@ -229,15 +229,22 @@ __global__ void __launch_bounds__(kBestThreads)
 }
 
 // ---- Host ----------------------------------------------------------------------------------------------------------
-struct Workspace {
-  float2* parts;
-  float* target_logit;
-};
-Workspace workspace_of(const void* workspace, int rows, int tiles) {
-  auto* parts = static_cast<float2*>(const_cast<void*>(workspace));
-  return {parts, reinterpret_cast<float*>(parts + static_cast<size_t>(rows) * tiles)};
-}
+// Rows that a portable pass has logits of at a time, which it needs even if nobody wants them.
+constexpr int kPortableRows = 256;
 int tiles_of(int vocabulary) { return (vocabulary + kColumns - 1) / kColumns; }
+size_t target_bytes(int rows) { return (static_cast<size_t>(rows) * sizeof(float) + 15) / 16 * 16; }
+size_t parts_bytes(int rows, int tiles) { return (static_cast<size_t>(rows) * tiles * sizeof(float2) + 15) / 16 * 16; }
+
+struct Workspace {
+  float2* parts;           // [rows, tiles]; first, where `best` looks for them
+  float* target_logit;     // [rows]
+  float* portable_logits;  // [min(rows, kPortableRows), vocabulary]
+};
+Workspace workspace_of(void* workspace, int rows, int tiles) {
+  auto* parts = static_cast<uint8_t*>(workspace);
+  uint8_t *targets = parts + parts_bytes(rows, tiles), *logits = targets + target_bytes(rows);
+  return {reinterpret_cast<float2*>(parts), reinterpret_cast<float*>(targets), reinterpret_cast<float*>(logits)};
+}
 
 void check(const char* where, const uint16_t* hidden, int rows, const Weight& w, const void* workspace) {
   require(rows > 0, where, "rows = " + std::to_string(rows) + " must be positive (skip the head when there are none)");
@@ -248,33 +255,13 @@ void check(const char* where, const uint16_t* hidden, int rows, const Weight& w,
           "hidden rows, weight and workspace must be aligned to 16 bytes");
 }
 
-// Rows that a portable pass has logits of at a time.
-constexpr int kPortableRows = 256;
-
-// Device memory for the work that a call enqueues.
-class Scratch {
- public:
-  Scratch(size_t bytes, cudaStream_t stream) : stream_(stream) {
-    check_cuda(cudaMallocAsync(&memory_, bytes, stream), "head: memory for logits");
-  }
-  ~Scratch() { cudaFreeAsync(memory_, stream_); }
-  Scratch(const Scratch&) = delete;
-  float* get() const { return static_cast<float*>(memory_); }
-
- private:
-  void* memory_ = nullptr;
-  cudaStream_t stream_;
-};
-
 // Parts of all rows, their logits if wanted, and the logits of their targets if there are any.
 void summarise_portable(const uint16_t* hidden, int rows, const Weight& w, const int* target, float* logits,
                         const Workspace& space, cudaStream_t stream) {
   const int tiles = tiles_of(w.vocabulary), chunk = std::min(rows, kPortableRows);
-  std::optional<Scratch> scratch;
-  if (!logits) scratch.emplace(static_cast<size_t>(chunk) * w.vocabulary * sizeof(float), stream);
   for (int first = 0; first < rows; first += chunk) {
     const int n = std::min(chunk, rows - first);
-    float* to = logits ? logits + static_cast<size_t>(first) * w.vocabulary : scratch->get();
+    float* to = logits ? logits + static_cast<size_t>(first) * w.vocabulary : space.portable_logits;
     portable::product({hidden + static_cast<size_t>(first) * w.width, w.width, 1, 0}, {w.data, w.width, 1, 0}, n,
                       w.vocabulary, w.width, 1, portable::Store{to, nullptr, w.vocabulary, w.vocabulary, 0}, stream);
     summarise_kernel<<<dim3((tiles + 7) / 8, n), 32, 0, stream>>>(to, w.vocabulary, tiles,
@@ -307,7 +294,9 @@ void forward(const uint16_t* hidden, int rows, const Weight& w, const int* targe
 }  // namespace
 
 size_t workspace_bytes(int rows, int vocabulary) {
-  return static_cast<size_t>(rows) * (tiles_of(vocabulary) * sizeof(float2) + sizeof(float));
+  const size_t portable =
+      is_hopper() ? 0 : static_cast<size_t>(std::min(rows, kPortableRows)) * vocabulary * sizeof(float);
+  return parts_bytes(rows, tiles_of(vocabulary)) + target_bytes(rows) + portable;
 }
 
 void log_probabilities(const uint16_t* hidden, int rows, const Weight& weight, const int* target,

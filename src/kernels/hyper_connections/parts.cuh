@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "kernels/device.h"
 #include "kernels/hopper/mma.cuh"
 #include "kernels/hopper/vectors.cuh"
 #include "kernels/hyper_connections/hyper_connections.h"
@@ -15,13 +16,6 @@ constexpr int kSlice = 256;               // channels of a block that walks over
 constexpr int kSums = kHyperOutputs + 1;  // of a token: the mapping's outputs, and the sum of squares
 
 inline bool wrong_shape(int rows, int width) { return rows < 0 || width <= 0 || width % kSlice != 0 || width > 8192; }
-
-inline int multiprocessors() {
-  int device = 0, count = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
-}
 
 // Blocks of a kernel that walks over tokens: as many a slice as fit, each taking every gridDim.x / slices-th step.
 inline int walking_blocks(int width, int steps) {

@@ -46,11 +46,8 @@ cudaError_t index_scores(const IndexSelection& s, int first_group, int groups, i
                          cudaStream_t stream) {
   using namespace indexer;
   if (groups <= 0 || s.entries <= 0) return cudaErrorInvalidValue;
-  int device = 0, processors = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
   // Few groups: several blocks share a group's tiles. Scores do not notice.
-  const int splits = std::clamp(2 * processors / groups, 1, std::max(1, columns / kIndexTile / 4));
+  const int splits = std::clamp(2 * multiprocessors() / groups, 1, std::max(1, columns / kIndexTile / 4));
   const Arguments a{s.w, s.device, scores, first_group, first_group + groups, s.groups->rows, columns, s.topk};
   if (!is_hopper()) return scores_portable(s, a, splits, stream);
   return s.form == IndexForm::record ? scores_of_records(s, a, splits, stream) : scores_of_bf16(s, a, splits, stream);

@@ -306,8 +306,8 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
     __syncthreads();
 
     if (threadIdx.x < kConsumers) consumer.add_blocks(round, parity);
-    cluster_arrive_relaxed();  // what the others sent has been read
     __syncthreads();           // keys and values may be overwritten
+    cluster_arrive_relaxed();  // what the others sent has been read
   }
   if (threadIdx.x < kConsumers) consumer.finish(p, index, static_cast<int>(cluster_rank()));
   cluster_wait();

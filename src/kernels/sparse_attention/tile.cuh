@@ -135,11 +135,4 @@ __device__ __forceinline__ void store_rows_bf16(const float* d, float factor_low
     }
 }
 
-inline int multiprocessors() {
-  int device = 0, count = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
-}
-
 }  // namespace plumb::kernels::attention
