@@ -1,7 +1,7 @@
 // Speed of the LM head, [129280, 4096]: loss and gradients of 16,384 rows, logits and the best 20 when decoding.
 // usage: head_bench [RESULT.json]
 #include "bench_support.cuh"
-#include "kernels/head/head.h"
+#include "kernels/head/draw.h"
 
 namespace {
 
@@ -17,8 +17,9 @@ int main(int argc, char** argv) {
   const Array<uint16_t> hidden(size_t{kRows} * kWidth, 1, 1), matrix(size_t{kVocabulary} * kWidth, 0.03f, 2);
   std::vector<int> targets(kRows);
   for (int r = 0; r < kRows; ++r) targets[r] = static_cast<int>(r * 7919LL % kVocabulary);
-  const Array<int> target(targets), token(256 * 20);
-  const Array<float> log_probability(kRows), factor(kRows, 1, 3), best_log_probability(256 * 20);
+  const Array<int> target(targets);
+  const Array<TokenLogit> best_tokens(256 * 20);
+  const Array<float> log_probability(kRows), factor(kRows, 1, 3);
   const Array<Normaliser> normaliser(kRows);
   const Array<uint8_t> workspace(
       std::max(workspace_bytes(kRows, kVocabulary), backward_workspace_bytes(kChunk, kVocabulary)));
@@ -48,8 +49,14 @@ int main(int argc, char** argv) {
                    logits(hidden.get(), rows, weight, l.get(), normaliser.get(), workspace.get(), stream);
                  }));
     report.time("the best 20 of " + std::to_string(rows) + " rows", graph_ms(10, [&](int, cudaStream_t stream) {
-                  best(l.get(), rows, kVocabulary, normaliser.get(), 20, token.get(), best_log_probability.get(),
-                       workspace.get(), stream);
+                  best(l.get(), rows, kVocabulary, 20, best_tokens.get(), workspace.get(), stream);
+                }));
+    std::vector<Draw> wanted;
+    for (int row = 0; row < rows; ++row) wanted.push_back({(row + 0.5) / rows, row, 1, 0, 10});
+    const Array<Draw> draws(wanted);
+    report.time("a token drawn from each of " + std::to_string(rows) + " rows",
+                graph_ms(10, [&](int, cudaStream_t stream) {
+                  draw(l.get(), kVocabulary, draws.get(), rows, best_tokens.get(), stream);
                 }));
   }
   report.write(argc, argv);

@@ -119,16 +119,14 @@ class Sampling {
     }
     head_ = {weight, {}, WeightFormat::bf16, kVocab, kWidth};
   }
-  double measure(int batch) const {
+  double measure(int batch, const SamplingParams& params = {}) const {
     const Tensor hidden = to_device(random_bf16(batch, 2));
+    std::vector<SampledRow> rows;
+    for (int i = 0; i < batch; ++i) rows.push_back({&params, static_cast<uint64_t>(i), {}, 0});
     double best = 1e30;
     for (int round = 0; round < 6; ++round) {
       const auto start = Clock::now();
-      const ops::Logits logits = ops::head_logits(hidden, head_);
-      parallel_for(batch, 1, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; ++i)
-          sample_token({logits.value.f32() + i * kVocab, kVocab}, logits.normaliser[i], {}, i, {}, 0);
-      });
+      sample_tokens(ops::head_logits(hidden, head_), rows);
       best = std::min(best, milliseconds_since(start));
     }
     return best;

@@ -85,14 +85,14 @@ void dump_layers(const Arguments& a, ModelSession& s, const std::vector<int>& id
   Tensor list = Tensor::empty({static_cast<int64_t>(ids.size())}, DType::i64);
   std::copy(ids.begin(), ids.end(), list.ptr<int64_t>());
   out.emplace_back("ids", list);
-  out.emplace_back("logits", ops::head_logits(r.hidden, s.weights->outer().head).value);
+  out.emplace_back("logits", to_host(ops::head_logits(r.hidden, s.weights->outer().head).value));
   if (s.weights->mtp_count() > 0 && ids.size() > 1) {
     Taps block;
     ForwardOptions with_taps = o;
     with_taps.taps = &block;
     Tensor hidden =
         mtp_forward(*s.weights, 0, plan_mtp(plan_shape(s.weights->config()), {ids}), r.streams.back(), with_taps);
-    out.emplace_back("mtp_logits", ops::head_logits(hidden, s.weights->outer().head).value);
+    out.emplace_back("mtp_logits", to_host(ops::head_logits(hidden, s.weights->outer().head).value));
     for (const auto& [name, value] : block.values) out.emplace_back(name, value);
   }
   write_safetensors(a.dump_layers, out);
@@ -115,7 +115,7 @@ void dump(const Arguments& a, ModelSession& s, const std::vector<std::vector<int
         forward(*s.weights, plan_documents(plan_shape(s.weights->config()), {documents[d]}), o);
     if (!a.dump_logits.empty())
       logits.emplace_back("logits." + std::to_string(d),
-                          ops::head_logits(result.hidden, s.weights->outer().head).value);
+                          to_host(ops::head_logits(result.hidden, s.weights->outer().head).value));
     if (!a.dump_layers.empty()) dump_layers(a, s, documents[d], taps, o, result);
   }
   if (!a.dump_logits.empty()) write_safetensors(a.dump_logits, logits);

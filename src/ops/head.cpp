@@ -42,12 +42,19 @@ Normaliser normaliser_of(std::span<const float> logits) {
 
 Logits head_logits(const Tensor& hidden, const Linear& head) {
   PLUMB_ON_GPU(hidden, head_logits(hidden, head));
-  Logits logits{linear(hidden, head), std::vector<Normaliser>(hidden.size(0))};
+  Logits logits{linear(hidden, head), std::vector<Normaliser>(hidden.size(0)), {}};
   parallel_for(hidden.size(0), 1, [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r)
       logits.normaliser[r] = normaliser_of(softmax_sum(logits.value.f32() + r * head.out, head.out));
   });
   return logits;
+}
+
+Tensor logits_on_host(const Logits& logits, const std::vector<int>& rows) {
+  const Shape shape = {static_cast<int64_t>(rows.size()), logits.value.size(1)};
+  const Tensor there = logits.value.on_device() ? staging(shape) : Tensor::empty(shape);
+  for (size_t i = 0; i < rows.size(); ++i) copy_bytes(there.rows(i, i + 1), logits.value.rows(rows[i], rows[i] + 1));
+  return there;
 }
 
 Tensor head_logprobs(const Tensor& hidden, const Linear& head, const std::vector<int>& target) {

@@ -20,11 +20,14 @@ Normaliser normaliser_of(std::span<const float> logits);
 
 // Where the model computes decides how exponentials are added up, so the normalisers come with the logits.
 struct Logits {
-  Tensor value;                        // f32 [rows,V], on the host
+  Tensor value;                        // f32 [rows,V], where hidden is
   std::vector<Normaliser> normaliser;  // [rows]
+  Tensor tiles;                        // on a device: what looks for the most likely tokens starts from
 };
 // hidden [rows,d] (normed), head [V,d].
 Logits head_logits(const Tensor& hidden, const Linear& head);
+// The logits of these rows, in this order, on the host.
+Tensor logits_on_host(const Logits& logits, const std::vector<int>& rows);
 
 // Log-probability of target[row] under the softmax of row's logits: f32 [rows], on the host. The bits of
 // log_probability with what head_logits returns.

@@ -1,7 +1,6 @@
 // What becomes of the hidden rows of a step: log-probabilities of prompts, next tokens, events.
 #include <algorithm>
 
-#include "base/parallel.h"
 #include "ops/head.h"
 #include "ops/rows.h"
 #include "rollout/engine.h"
@@ -75,25 +74,24 @@ void Engine::take_prompt_logprobs(const Tensor& hidden, const std::vector<Sequen
   for (int first = 0; first < rows; first += kTopRows) {
     const int last = std::min(rows, first + kTopRows);
     const ops::Logits logits = ops::head_logits(hidden.rows(first, last), head);
+    std::vector<int> wanted;
     for (int i = first; i < last; ++i)
-      if (wants_top(of[i]))
-        of[i]->prompt_top.push_back(top_logprobs(row_of(logits.value, i - first), logits.normaliser[i - first],
-                                                 of[i]->request.prompt_top_logprobs));
+      if (wants_top(of[i])) wanted.push_back(i - first);
+    const Tensor values = ops::logits_on_host(logits, wanted);
+    for (size_t k = 0; k < wanted.size(); ++k) {
+      Sequence& s = *of[first + wanted[k]];
+      s.prompt_top.push_back(
+          top_logprobs(row_of(values, k), logits.normaliser[wanted[k]], s.request.prompt_top_logprobs));
+    }
   }
 }
 
 // hidden [rows, d]: the newest row of each sequence in `of`.
 std::vector<GeneratedToken> Engine::sample(const Tensor& hidden, const std::vector<Sequence*>& of) const {
-  std::vector<GeneratedToken> sampled(of.size());
-  const ops::Logits logits = ops::head_logits(hidden, weights_.outer().head);
-  parallel_for(hidden.size(0), 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const Request& r = of[i]->request;
-      sampled[i] = sample_token(row_of(logits.value, i), logits.normaliser[i], r.sampling, r.key, of[i]->tokens,
-                                r.prompt.size());
-    }
-  });
-  return sampled;
+  std::vector<SampledRow> rows;
+  for (const Sequence* s : of)
+    rows.push_back({&s->request.sampling, s->request.key, s->tokens, s->request.prompt.size()});
+  return sample_tokens(ops::head_logits(hidden, weights_.outer().head), rows);
 }
 
 void Engine::take_token(Sequence& s, GeneratedToken token, std::vector<Event>& events) {

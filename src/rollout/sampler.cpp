@@ -4,12 +4,12 @@
 #include <cmath>
 #include <limits>
 #include <map>
-#include <numeric>
 #include <string>
 
 #include "base/error.h"
+#include "base/parallel.h"
 #include "base/philox.h"
-#include "ops/vector_math.h"
+#include "ops/draw.h"
 
 namespace plumb {
 
@@ -73,30 +73,6 @@ void adjust_logits(std::span<float> logits, const SamplingParams& p, std::span<c
 
 namespace {
 
-// Whether token a comes before token b among the most likely ones.
-struct Before {
-  const float* logits;
-  bool operator()(int a, int b) const { return logits[a] != logits[b] ? logits[a] > logits[b] : a < b; }
-};
-
-// The `count` most likely tokens, in order: those that could be among them in a heap, so that most of the vocabulary is
-// looked at once.
-std::vector<int> most_likely(std::span<const float> logits, size_t count) {
-  count = std::min(count, logits.size());
-  const Before before{logits.data()};
-  std::vector<int> best(count);
-  std::iota(best.begin(), best.end(), 0);
-  std::make_heap(best.begin(), best.end(), before);  // the least likely one in front
-  for (size_t v = count; count > 0 && v < logits.size(); ++v) {
-    if (!before(static_cast<int>(v), best.front())) continue;
-    std::pop_heap(best.begin(), best.end(), before);
-    best.back() = static_cast<int>(v);
-    std::push_heap(best.begin(), best.end(), before);
-  }
-  std::sort_heap(best.begin(), best.end(), before);
-  return best;
-}
-
 // What is drawn from.
 struct Candidates {
   bool truncated = false;
@@ -106,36 +82,17 @@ struct Candidates {
   int token(size_t i) const { return truncated ? id[i] : static_cast<int>(i); }
 };
 
-// Weights are added up in blocks and the blocks in order, here and by draw(), which then looks into one block.
-constexpr size_t kBlock = 256;
-std::span<const float> block_of(const std::vector<float>& weight, size_t first) {
-  return std::span(weight).subspan(first, std::min(kBlock, weight.size() - first));
-}
-double sum_of(std::span<const float> block) {
-  constexpr size_t kSums = 8;
-  double sums[kSums] = {};
-  for (size_t i = 0; i + kSums <= block.size(); i += kSums)
-    for (size_t k = 0; k < kSums; ++k) sums[k] += block[i + k];
-  for (size_t i = block.size() / kSums * kSums; i < block.size(); ++i) sums[0] += block[i];
-  return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
-}
-double total_of(const std::vector<float>& weight) {
-  double total = 0;
-  for (size_t first = 0; first < weight.size(); first += kBlock) total += sum_of(block_of(weight, first));
-  return total;
-}
-
 // Keeps the most likely tokens that have the share top_p of the weight together. Few of them usually do, so they are
 // sought in growing numbers.
 void keep_top_p(Candidates& c, std::span<const float> logits, float top_p) {
   const double wanted = top_p * c.total;
   for (size_t count = std::min<size_t>(256, c.weight.size());; count = std::min(4 * count, c.weight.size())) {
-    Candidates kept{true, c.truncated ? c.id : most_likely(logits, count), {}, 0};
+    Candidates kept{true, c.truncated ? c.id : ops::most_likely(logits, count), {}, 0};
     double sum = 0;
     for (size_t i = 0; i < kept.id.size() && sum < wanted; ++i)
       sum += kept.weight.emplace_back(c.weight[c.truncated ? i : kept.id[i]]);
     if (sum < wanted && kept.id.size() < c.weight.size()) continue;
-    kept.id.resize(kept.weight.size()), kept.total = total_of(kept.weight);
+    kept.id.resize(kept.weight.size()), kept.total = ops::total_of(kept.weight);
     c = std::move(kept);
     return;
   }
@@ -146,38 +103,25 @@ Candidates candidates(std::span<const float> logits, const SamplingParams& p, in
   Candidates c;
   c.truncated = p.top_k > 0 && static_cast<size_t>(p.top_k) < logits.size();
   if (c.truncated) {
-    c.id = most_likely(logits, p.top_k);
+    c.id = ops::most_likely(logits, p.top_k);
     for (const int id : c.id) c.weight.push_back(logits[id]);
   } else {
     c.weight.assign(logits.begin(), logits.end());
   }
-  const ops::Lanes highest = ops::splat(logits[best]), temperature = ops::splat(p.temperature);
-  float* w = c.weight.data();
-  ops::for_lanes(static_cast<int64_t>(c.weight.size()), [&](int64_t i, int64_t n) {
-    ops::store_part(w + i, ops::exp((ops::load_part(w + i, n) - highest) / temperature), n);
-  });
-  for (float& weight : c.weight) weight = weight < p.min_p ? 0 : weight;
-  c.total = total_of(c.weight);
+  ops::weights_of(c.weight, logits[best], p.temperature, p.min_p);
+  c.total = ops::total_of(c.weight);
   if (p.top_p < 1) keep_top_p(c, logits, p.top_p);
   return c;
 }
 
-int draw(const Candidates& c, const SamplingParams& p, uint64_t sequence, size_t position) {
-  const auto bits = philox(p.seed, sequence, position);
-  const double u = (static_cast<double>(bits[0]) * 0x1p32 + bits[1] + 0.5) * 0x1p-64 * c.total;
-  double sum = 0, next = 0;  // weight in front of the block and of what comes behind it
-  size_t block = 0;
-  for (size_t first = 0; first < c.weight.size() && next <= u; first += kBlock) {
-    const double all = sum_of(block_of(c.weight, first));
-    if (all > 0) block = first, sum = next, next += all;
-  }
-  size_t last = block;  // of those with any weight: rounding may leave u behind all of them
-  for (size_t i = block; i < std::min(block + kBlock, c.weight.size()); ++i) {
-    if (c.weight[i] == 0) continue;
-    last = i;
-    if ((sum += c.weight[i]) > u) break;
-  }
-  return c.token(last);
+// 0 to 1, of the token that comes behind `length` tokens.
+double random_of(const SamplingParams& p, uint64_t sequence, size_t length) {
+  const auto bits = philox(p.seed, sequence, length);
+  return (static_cast<double>(bits[0]) * 0x1p32 + bits[1] + 0.5) * 0x1p-64;
+}
+
+void drop_impossible(std::vector<TokenLogprob>& top) {
+  std::erase_if(top, [](const TokenLogprob& t) { return t.logprob == -std::numeric_limits<float>::infinity(); });
 }
 
 // The logits, in place, of the distribution that is drawn from: divided by the temperature, minus infinity for tokens
@@ -189,18 +133,59 @@ void restrict_logits(std::span<float> logits, const Candidates& c, float tempera
     logits[v] = possible[v] ? logits[v] / temperature : -std::numeric_limits<float>::infinity();
 }
 
+void check_finite(const ops::Normaliser& n) {
+  if (std::isnan(n.logarithm))
+    fail("sampling", "a row of logits has a NaN or an infinity",
+         "look for numbers that are not finite in the checkpoint and the adapter");
+}
+
+// Whether a token is drawn from the whole vocabulary as the model gives it.
+bool draws_from_all(const SampledRow& row, size_t vocab) {
+  const SamplingParams& p = *row.params;
+  const bool truncates = p.top_p < 1 || (p.top_k > 0 && static_cast<size_t>(p.top_k) < vocab);
+  return !p.processed_logprobs && !changes_logits(p, row.tokens.size() - row.prompt) &&
+         (!truncates || p.temperature == 0) && p.top_logprobs <= std::min<int>(ops::kMostLikely, vocab);
+}
+
+// As sample_token of each of `rows`, which draw from all, where the logits are.
+void sample_there(const ops::Logits& logits, const std::vector<SampledRow>& all, const std::vector<int>& rows,
+                  std::vector<GeneratedToken>& sampled) {
+  std::vector<ops::Draw> draws;
+  int top = 0;
+  for (const int i : rows) {
+    const SamplingParams& p = *all[i].params;
+    check_finite(logits.normaliser[i]);
+    draws.push_back({i, p.temperature, p.min_p, random_of(p, all[i].sequence, all[i].tokens.size())});
+    top = std::max(top, p.top_logprobs);
+  }
+  const auto drawn = ops::draw_tokens(logits, draws);
+  const auto best = top > 0 ? ops::most_likely_tokens(logits, top) : std::vector<ops::TokenLogit>{};
+  for (size_t k = 0; k < rows.size(); ++k) {
+    const int i = rows[k];
+    const auto with_logprob = [&](const ops::TokenLogit& t) {
+      return TokenLogprob{t.token, ops::log_probability(t.logit, logits.normaliser[i])};
+    };
+    const TokenLogprob token = with_logprob(drawn[k]);
+    sampled[i].id = token.id, sampled[i].logprob = token.logprob;
+    for (int j = 0; j < all[i].params->top_logprobs; ++j)
+      sampled[i].top.push_back(with_logprob(best[static_cast<size_t>(i) * top + j]));
+    drop_impossible(sampled[i].top);
+  }
+}
+
 }  // namespace
 
 std::vector<TokenLogprob> top_logprobs(std::span<const float> logits, const ops::Normaliser& n, int count) {
   std::vector<TokenLogprob> top;
   if (count <= 0) return top;
-  for (const int id : most_likely(logits, static_cast<size_t>(count)))
+  for (const int id : ops::most_likely(logits, static_cast<size_t>(count)))
     top.push_back({id, ops::log_probability(logits[id], n)});
   return top;
 }
 
 GeneratedToken sample_token(std::span<const float> logits, const ops::Normaliser& n, const SamplingParams& p,
                             uint64_t sequence, std::span<const int> tokens, size_t prompt) {
+  check_finite(n);
   std::vector<float> adjusted;  // empty: as they are, which saves half a megabyte of copy
   if (p.processed_logprobs || changes_logits(p, tokens.size() - prompt)) {
     adjusted.assign(logits.begin(), logits.end());
@@ -209,13 +194,10 @@ GeneratedToken sample_token(std::span<const float> logits, const ops::Normaliser
   const std::span<const float> seen = adjusted.empty() ? logits : adjusted;
   const auto best = adjusted.empty() ? std::find(seen.begin(), seen.end(), n.highest)
                                      : std::max_element(seen.begin(), seen.end());  // ties: lower id
-  if (best == seen.end())
-    fail("sampling", "a row of logits is NaN",
-         "look for numbers that are not finite in the checkpoint and the adapter");
   Candidates c{true, {static_cast<int>(best - seen.begin())}, {1}, 1};
   if (p.temperature > 0) c = candidates(seen, p, c.id[0]);
   GeneratedToken token;
-  token.id = p.temperature > 0 ? draw(c, p, sequence, tokens.size()) : c.id[0];
+  token.id = c.token(ops::draw(c.weight, c.total, random_of(p, sequence, tokens.size())));
   if (p.processed_logprobs) {
     restrict_logits(adjusted, c, p.temperature > 0 ? p.temperature : 1.0f);
     logits = adjusted;
@@ -223,8 +205,27 @@ GeneratedToken sample_token(std::span<const float> logits, const ops::Normaliser
   const ops::Normaliser of_logits = p.processed_logprobs ? ops::normaliser_of(adjusted) : n;
   token.logprob = ops::log_probability(logits[token.id], of_logits);
   token.top = top_logprobs(logits, of_logits, p.top_logprobs);
-  std::erase_if(token.top, [](const TokenLogprob& t) { return t.logprob == -std::numeric_limits<float>::infinity(); });
+  drop_impossible(token.top);
   return token;
+}
+
+std::vector<GeneratedToken> sample_tokens(const ops::Logits& logits, const std::vector<SampledRow>& rows) {
+  const auto vocab = static_cast<size_t>(logits.value.size(1));
+  std::vector<GeneratedToken> sampled(rows.size());
+  std::vector<int> there, here;
+  for (int i = 0; i < static_cast<int>(rows.size()); ++i)
+    (logits.value.on_device() && draws_from_all(rows[i], vocab) ? there : here).push_back(i);
+  if (!there.empty()) sample_there(logits, rows, there, sampled);
+  const Tensor values = logits.value.on_device() ? ops::logits_on_host(logits, here) : logits.value;
+  parallel_for(static_cast<int64_t>(here.size()), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t k = begin; k < end; ++k) {
+      const int i = here[k];
+      const SampledRow& row = rows[i];
+      sampled[i] = sample_token({values.f32() + k * vocab, vocab}, logits.normaliser[i], *row.params, row.sequence,
+                                row.tokens, row.prompt);
+    }
+  });
+  return sampled;
 }
 
 }  // namespace plumb

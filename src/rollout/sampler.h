@@ -55,8 +55,19 @@ std::vector<TokenLogprob> top_logprobs(std::span<const float> logits, const ops:
 
 // Picks a token among the most likely ones (top-k, then min-p, then top-p at the temperature). logits [vocab], n: of
 // ops::head_logits; tokens: prompt, then the answer so far. The random number depends on (seed, sequence, number of
-// tokens) alone, so on nothing else in the batch. adapter_version is left 0. Error: the logits are NaN.
+// tokens) alone, so on nothing else in the batch. adapter_version is left 0. Error: a logit is NaN.
 GeneratedToken sample_token(std::span<const float> logits, const ops::Normaliser& n, const SamplingParams& p,
                             uint64_t sequence, std::span<const int> tokens, size_t prompt);
+
+// A row of logits and what is asked of it.
+struct SampledRow {
+  const SamplingParams* params;
+  uint64_t sequence;
+  std::span<const int> tokens;  // prompt, then the answer so far
+  size_t prompt;
+};
+// sample_token of each row of logits. Of logits on a device, only rows that change or truncate them come to the host;
+// from the others a token is drawn there, with the same bits.
+std::vector<GeneratedToken> sample_tokens(const ops::Logits& logits, const std::vector<SampledRow>& rows);
 
 }  // namespace plumb

@@ -1,8 +1,9 @@
 // The LM head against FP64. Tests named Small* also run under compute-sanitizer.
-#include "kernels/head/head.h"
+#include "kernels/head/draw.h"
 
 #include <gtest/gtest.h>
 
+#include <array>
 #include <numeric>
 
 #include "device_data.cuh"
@@ -85,20 +86,17 @@ void check_scores(const Data& d) {
     ASSERT_EQ(on_host(logit, n[r]), s.log_probability[r]) << "row " << r;
   }
   for (const int count : {1, 5, std::min(kMostBest, d.vocabulary)}) {
-    Buffer<int> token(d.rows * count);
-    Buffer<float> log_probability(d.rows * count);
-    best(logits_device.get(), d.rows, d.vocabulary, normaliser.get(), count, token.get(), log_probability.get(),
-         workspace.get(), nullptr);
-    const auto t = token.host();
-    const auto p = log_probability.host();
+    Buffer<TokenLogit> found(d.rows * count);
+    best(logits_device.get(), d.rows, d.vocabulary, count, found.get(), workspace.get(), nullptr);
+    const auto t = found.host();
     for (int r = 0; r < d.rows; ++r) {
       const float* row = l.data() + static_cast<size_t>(r) * d.vocabulary;
       std::vector<int> order(d.vocabulary);
       std::iota(order.begin(), order.end(), 0);
       std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return row[a] > row[b]; });
       for (int j = 0; j < count; ++j) {
-        ASSERT_EQ(t[r * count + j], order[j]) << "row " << r << " place " << j;
-        ASSERT_EQ(p[r * count + j], on_host(row[order[j]], n[r]));
+        ASSERT_EQ(t[r * count + j].token, order[j]) << "row " << r << " place " << j;
+        ASSERT_EQ(t[r * count + j].logit, row[order[j]]);
       }
     }
   }
@@ -115,14 +113,63 @@ TEST(Head, ScoresAgainstDoublePrecision) {
 TEST(Head, EqualLogitsGoToTheLowerToken) {
   Data d(2, 600, 64);
   d.matrix.set(std::vector<uint16_t>(600 * 64, float_to_bf16(0.5f)));
-  Buffer<float> l(2 * 600), p(2 * 64), workspace(workspace_bytes(2, 600) / 4);
+  Buffer<float> l(2 * 600), workspace(workspace_bytes(2, 600) / 4);
   Buffer<Normaliser> normaliser(2);
-  Buffer<int> token(2 * 64);
+  Buffer<TokenLogit> found(2 * 64);
   logits(d.hidden.get(), 2, d.weight, l.get(), normaliser.get(), workspace.get(), nullptr);
-  best(l.get(), 2, 600, normaliser.get(), 64, token.get(), p.get(), workspace.get(), nullptr);
-  const auto t = token.host();
-  for (int i = 0; i < 128; ++i) ASSERT_EQ(t[i], i % 64);
+  best(l.get(), 2, 600, 64, found.get(), workspace.get(), nullptr);
+  const auto t = found.host();
+  for (int i = 0; i < 128; ++i) ASSERT_EQ(t[i].token, i % 64);
 }
+
+// A token is drawn where the sum of exp((logit - highest) / temperature), in double, passes u times the total. Weights
+// are good to 2^-23 and (logit - highest) / temperature, at most 60, to 2^-24 of itself: 5e-6 of a weight.
+void check_draws(int rows, int vocabulary) {
+  std::vector<float> logits(static_cast<size_t>(rows) * vocabulary);
+  std::mt19937 random(7);
+  std::normal_distribution<float> normal(0, 3);
+  std::uniform_real_distribution<double> uniform(0, 1);
+  for (float& l : logits) l = normal(random);
+  std::vector<Draw> draws;
+  for (int i = 0; i < 400; ++i) {
+    const int row = static_cast<int>(random() % rows);
+    const float* l = logits.data() + static_cast<size_t>(row) * vocabulary;
+    const float temperature = std::array{0.0f, 0.5f, 1.0f, 2.5f}[i % 4], min_p = i % 3 == 2 ? 0.01f : 0.0f;
+    const double u = i < 8 ? (i < 4 ? 1e-18 : 1 - 1e-16) : uniform(random);
+    draws.push_back({u, row, temperature, min_p, *std::max_element(l, l + vocabulary)});
+  }
+  Buffer<float> device_logits(logits);
+  Buffer<Draw> device_draws(draws);
+  Buffer<TokenLogit> found(draws.size());
+  draw(device_logits.get(), vocabulary, device_draws.get(), static_cast<int>(draws.size()), found.get(), nullptr);
+  const auto result = found.host();
+  for (size_t i = 0; i < draws.size(); ++i) {
+    const Draw& d = draws[i];
+    const float* l = logits.data() + static_cast<size_t>(d.row) * vocabulary;
+    const int token = result[i].token;
+    ASSERT_TRUE(token >= 0 && token < vocabulary);
+    ASSERT_EQ(result[i].logit, l[token]);
+    if (d.temperature == 0) {
+      ASSERT_EQ(token, std::max_element(l, l + vocabulary) - l);
+      continue;
+    }
+    double total = 0, before = 0, through = 0;
+    for (int v = 0; v < vocabulary; ++v) {
+      const double w = std::exp((double{l[v]} - d.highest) / d.temperature);
+      ASSERT_TRUE(v != token || w > 0.999 * d.min_p);
+      if (v == token) before = total;
+      total += w < d.min_p ? 0 : w;
+      if (v == token) through = total;
+    }
+    ASSERT_LE(before, (d.u + 5e-6) * total) << "draw " << i;
+    ASSERT_GE(through, (d.u - 5e-6) * total) << "draw " << i;
+  }
+}
+TEST(Head, SmallDrawsFollowTheDistribution) {
+  check_draws(3, 8);
+  check_draws(5, 1000);
+}
+TEST(Head, DrawsFollowTheDistribution) { check_draws(9, 129280); }
 
 TEST(Head, RowCountDoesNotMatter) {
   const Data d(20000, 776, 128);

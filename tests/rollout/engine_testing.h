@@ -265,7 +265,8 @@ inline int mismatches(WeightStore& m, Numerics n, const std::vector<Outcome>& al
   std::vector<int> target(plan.token.begin() + 1, plan.token.end());
   target.push_back(0);
   const Tensor logprobs = ops::head_logprobs(hidden, m.outer().head, target);
-  const ops::Logits logits = ops::head_logits(hidden, m.outer().head);
+  ops::Logits logits = ops::head_logits(hidden, m.outer().head);
+  logits.value = to_host(logits.value);
   int bad = 0, first = 0;
   for (size_t d = 0; d < outcomes.size(); first += static_cast<int>(documents[d++].size()))
     bad += mismatches_of(outcomes[d], first, logprobs, logits, taps);

@@ -17,6 +17,7 @@ using wide_product::Place;
 using wide_product::Shape;
 
 constexpr float kNone = -INFINITY;
+static_assert(kColumns == kTile);
 
 __device__ __forceinline__ float exponential(float x) {  // relative error 2^-22 where it matters, x <= 0
   float e;
@@ -164,70 +165,6 @@ struct DifferentiateOne {
   }
 };
 
-// ---- The best log-probabilities ------------------------------------------------------------------------------------
-// Larger keys are better: by value, then by lower index. Any NaN is the worst.
-__device__ __forceinline__ uint64_t key_of(float value, int index) {
-  const uint32_t bits = __float_as_uint(value);
-  const uint32_t order = value != value ? 0 : bits ^ (bits >> 31 ? ~0u : 0x80000000u);
-  return static_cast<uint64_t>(order) << 32 | static_cast<uint32_t>(~index);
-}
-__device__ __forceinline__ int index_of(uint64_t key) { return ~static_cast<int>(static_cast<uint32_t>(key)); }
-
-constexpr int kBestThreads = 256;
-
-// The largest key of the block that is smaller than `below`; keys(i) for i in 0 .. count - 1.
-template <typename Keys>
-__device__ __forceinline__ uint64_t next_best(uint64_t below, int count, uint64_t* scratch, Keys keys) {
-  uint64_t winner = 0;
-  for (int i = threadIdx.x; i < count; i += kBestThreads) {
-    const uint64_t key = keys(i);
-    if (key < below && key > winner) winner = key;
-  }
-#pragma unroll
-  for (int step = 16; step; step /= 2) {
-    const uint64_t other = __shfl_xor_sync(~0u, winner, step);
-    winner = other > winner ? other : winner;
-  }
-  __syncthreads();  // the previous round's winner has been read
-  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = winner;
-  __syncthreads();
-  for (int w = 0; w < kBestThreads / 32; ++w) winner = scratch[w] > winner ? scratch[w] : winner;
-  return winner;
-}
-
-// A block a row. The `count` best logits lie in the `count` tiles with the largest maxima (a logit elsewhere is beaten
-// by one of each of these tiles), so only those are searched.
-__global__ void __launch_bounds__(kBestThreads)
-    best_kernel(const float* logits, int vocabulary, const float2* parts, int tiles, const Normaliser* normaliser,
-                int count, int* token, float* log_probability) {
-  __shared__ uint64_t scratch[kBestThreads / 32];
-  __shared__ int chosen[kMostBest];
-  extern __shared__ uint64_t keys[];  // [count, 256]
-  const size_t row = blockIdx.x;
-  logits += row * vocabulary, parts += row * tiles;
-  const int searched = min(count, tiles);
-  uint64_t last = ~uint64_t{0};
-  for (int j = 0; j < searched; ++j) {
-    last = next_best(last, tiles, scratch, [&](int i) { return key_of(parts[i].x, i); });
-    if (threadIdx.x == 0) chosen[j] = index_of(last);
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < searched * kColumns; i += kBestThreads) {
-    const int v = chosen[i / kColumns] * kColumns + i % kColumns;
-    keys[i] = v < vocabulary ? key_of(logits[v], v) : 0;
-  }
-  __syncthreads();
-  last = ~uint64_t{0};
-  for (int j = 0; j < count; ++j) {
-    last = next_best(last, searched * kColumns, scratch, [&](int i) { return keys[i]; });
-    if (threadIdx.x == 0) {
-      const int v = index_of(last);
-      token[row * count + j] = v;
-      log_probability[row * count + j] = log_probability_of(logits[v], normaliser[row]);
-    }
-  }
-}
-
 // ---- Host ----------------------------------------------------------------------------------------------------------
 // Rows that a portable pass has logits of at a time, which it needs even if nobody wants them.
 constexpr int kPortableRows = 256;
@@ -310,17 +247,6 @@ void logits(const uint16_t* hidden, int rows, const Weight& weight, float* logit
   check("head: logits", hidden, rows, weight, workspace);
   require(aligned(logits, 8), "head: logits", "the logits must be aligned to 8 bytes");
   forward(hidden, rows, weight, nullptr, nullptr, logits, normaliser, workspace, stream);
-}
-
-void best(const float* logits, int rows, int vocabulary, const Normaliser* normaliser, int count, int* token,
-          float* log_probability, const void* workspace, cudaStream_t stream) {
-  require(rows > 0 && count > 0 && count <= kMostBest && count <= vocabulary, "head: best",
-          "count = " + std::to_string(count) + " must be between 1 and " + std::to_string(kMostBest) +
-              " and at most the vocabulary, " + std::to_string(vocabulary));
-  const int tiles = tiles_of(vocabulary);
-  launch_with_shared(best_kernel, rows, kBestThreads, count * kColumns * static_cast<int>(sizeof(uint64_t)), stream,
-                     logits, vocabulary, static_cast<const float2*>(workspace), tiles, normaliser, count, token,
-                     log_probability);
 }
 
 size_t backward_workspace_bytes(int chunk_rows, int vocabulary) {

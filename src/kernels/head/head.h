@@ -1,12 +1,12 @@
-// The LM head and what is taken from its logits: log-probabilities of targets and their gradients (training), logits
-// and the best log-probabilities (sampling). Nothing synchronises with the host. Arguments that a caller
-// can get wrong raise std::invalid_argument; CUDA errors raise std::runtime_error.
+// The LM head: log-probabilities of targets and their gradients (training), logits (sampling, which draw.h goes on
+// with). Nothing synchronises with the host. Arguments that a caller can get wrong raise std::invalid_argument; CUDA
+// errors raise std::runtime_error.
 //
 // logit[row, v] = sum over the width of hidden * weight, bf16 operands, FP32 accumulators, one chain in order.
-// log p(v) = logit - maximum - logarithm in double, rounded once, where the maximum and the logarithm of the sum of exp(logit - maximum)
-// (Normaliser) are made from each 256 logits in registers and then combined in a fixed order. Training never writes the
-// logits (portable kernels do, for 256 rows at a time); sampling does, from the same kernel: the bits of a row's
-// logits, normaliser and log-probabilities depend on the row alone, and are the same on both ways.
+// log p(v) = logit - maximum - logarithm in double, rounded once, where the maximum and the logarithm of the sum of
+// exp(logit - maximum) (Normaliser) are made from each 256 logits in registers and then combined in a fixed order.
+// Training never writes the logits (portable kernels do, for 256 rows at a time); sampling does, from the same kernel:
+// the bits of a row's logits, normaliser and log-probabilities depend on the row alone, and are the same on both ways.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -23,7 +23,9 @@ struct Normaliser {
   float maximum, logarithm;
 };
 
-// Workspace of the functions below, aligned to 16 bytes.
+// Workspace of the functions below, aligned to 16 bytes. It begins with a float2 for each kTile logits of each row,
+// whose first number is the largest of them.
+constexpr int kTile = 256;
 size_t workspace_bytes(int rows, int vocabulary);
 
 // hidden: device, bf16 bits [rows, width], aligned to 16. target: device, [rows], in 0 .. vocabulary - 1 (others give
@@ -34,12 +36,6 @@ void log_probabilities(const uint16_t* hidden, int rows, const Weight& weight, c
 // The same products, written: logits [rows, vocabulary] FP32, aligned to 8.
 void logits(const uint16_t* hidden, int rows, const Weight& weight, float* logits, Normaliser* normaliser,
             void* workspace, cudaStream_t stream);
-
-// The `count` (1 .. kMostBest, at most the vocabulary) most probable tokens of each row, the best first, equal logits:
-// the lower token first. Follows `logits` with the same workspace. -> token, log_probability: [rows, count].
-constexpr int kMostBest = 64;
-void best(const float* logits, int rows, int vocabulary, const Normaliser* normaliser, int count, int* token,
-          float* log_probability, const void* workspace, cudaStream_t stream);
 
 // Gradient of sum over rows of d_log_probability * log_probability. Logits are recomputed for `chunk_rows` rows at a
 // time, whose gradients are kept as bf16 in between.

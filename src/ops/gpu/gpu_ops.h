@@ -5,6 +5,7 @@
 #include "ops/attention.h"
 #include "ops/compressor.h"
 #include "ops/grouped_output.h"
+#include "ops/draw.h"
 #include "ops/head.h"
 #include "ops/head_divergence.h"
 #include "ops/indexer.h"
@@ -90,11 +91,13 @@ RoutedBackward mixture_backward(const Tensor& d_sum, const Tensor& x, const Rout
                                 const MixtureLora& lora, Numerics numerics, const MixtureGrads& grads,
                                 const MixtureSaved& saved);
 
-// head.cpp; logits and log-probabilities are host tensors, what the layers above read
+// head.cpp; log-probabilities are host tensors, what the layers above read
 Logits head_logits(const Tensor& hidden, const Linear& head);
 Tensor head_logprobs(const Tensor& hidden, const Linear& head, const std::vector<int>& target);
 Tensor head_logprobs_backward(const Tensor& d_logprob, const Tensor& hidden, const Linear& head,
                               const std::vector<int>& target, const Tensor& d_head, Tensor* logprobs);
+std::vector<TokenLogit> draw_tokens(const Logits& logits, const std::vector<Draw>& draws);
+std::vector<TokenLogit> most_likely_tokens(const Logits& logits, int count);
 
 // parameters.cpp
 ParameterTable parameter_table(const std::vector<ParameterTensors>& parameters);

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "kernels/head/divergence.h"
+#include "kernels/head/draw.h"
 #include "kernels/head/head.h"
 #include "ops/gpu/gpu_ops.h"
 #include "ops/gpu/support.h"
@@ -35,16 +36,51 @@ LogProbabilities log_probabilities(const Tensor& hidden, const Linear& head, con
 
 Logits head_logits(const Tensor& hidden, const Linear& head) {
   const int rows = rows_of(hidden);
-  if (rows == 0) return {Tensor::empty({0, head.out}), {}};
-  const Tensor logits = empty({rows, head.out}, DType::f32), normaliser = empty({rows, 2}, DType::f32);
-  const Tensor memory = workspace(hd::workspace_bytes(rows, head.out));
-  hd::logits(bf16(hidden), rows, weight_of(head), f32(logits), reinterpret_cast<hd::Normaliser*>(normaliser.raw()),
-             memory.raw(), kStream);
-  Logits result{staging(logits.shape()), {}};  // 132 MB for 256 rows of Flash
-  copy_bytes(result.value, logits);
+  Logits result{empty({rows, head.out}, DType::f32), {}, {}};
+  if (rows == 0) return result;
+  const Tensor normaliser = empty({rows, 2}, DType::f32);
+  result.tiles = workspace(hd::workspace_bytes(rows, head.out));
+  hd::logits(bf16(hidden), rows, weight_of(head), f32(result.value),
+             reinterpret_cast<hd::Normaliser*>(normaliser.raw()), result.tiles.raw(), kStream);
   const Tensor pairs = to_host(normaliser);
   for (int r = 0; r < rows; ++r) result.normaliser.push_back({pairs.f32()[2 * r], pairs.f32()[2 * r + 1]});
   return result;
+}
+
+namespace {
+
+std::vector<TokenLogit> tokens_of(const Tensor& found) {
+  const Tensor host = to_host(found);
+  const auto* token = reinterpret_cast<const hd::TokenLogit*>(host.raw());
+  std::vector<TokenLogit> tokens;
+  for (int64_t i = 0; i < host.numel() / 2; ++i) tokens.push_back({token[i].token, token[i].logit});
+  return tokens;
+}
+hd::TokenLogit* result_of(const Tensor& t) { return reinterpret_cast<hd::TokenLogit*>(t.raw()); }
+
+}  // namespace
+
+std::vector<TokenLogit> draw_tokens(const Logits& logits, const std::vector<Draw>& draws) {
+  const int count = static_cast<int>(draws.size());
+  if (count == 0) return {};
+  const Tensor list = Tensor::empty({static_cast<int64_t>(count * sizeof(hd::Draw))}, DType::u8);
+  for (int i = 0; i < count; ++i) {
+    const Draw& d = draws[i];
+    reinterpret_cast<hd::Draw*>(list.raw())[i] = {d.u, d.row, d.temperature, d.min_p, logits.normaliser[d.row].highest};
+  }
+  const Tensor there = to_device(list), found = empty({count, 2}, DType::i32);
+  hd::draw(f32(logits.value), static_cast<int>(logits.value.size(1)), reinterpret_cast<const hd::Draw*>(there.raw()),
+           count, result_of(found), kStream);
+  return tokens_of(found);
+}
+
+std::vector<TokenLogit> most_likely_tokens(const Logits& logits, int count) {
+  const int rows = rows_of(logits.value);
+  if (rows == 0) return {};
+  const Tensor found = empty({rows, count, 2}, DType::i32);
+  hd::best(f32(logits.value), rows, static_cast<int>(logits.value.size(1)), count, result_of(found), logits.tiles.raw(),
+           kStream);
+  return tokens_of(found);
 }
 
 Tensor head_logprobs(const Tensor& hidden, const Linear& head, const std::vector<int>& target) {
