@@ -19,6 +19,7 @@ int main(int argc, char** argv) {
   for (int r = 0; r < kRows; ++r) targets[r] = static_cast<int>(r * 7919LL % kVocabulary);
   const Array<int> target(targets);
   const Array<TokenLogit> best_tokens(256 * 20);
+  const Array<Drawn> drawn(256);
   const Array<float> log_probability(kRows), factor(kRows, 1, 3);
   const Array<Normaliser> normaliser(kRows);
   const Array<uint8_t> workspace(
@@ -56,7 +57,7 @@ int main(int argc, char** argv) {
     const Array<Draw> draws(wanted);
     report.time("a token drawn from each of " + std::to_string(rows) + " rows",
                 graph_ms(10, [&](int, cudaStream_t stream) {
-                  draw(l.get(), kVocabulary, draws.get(), rows, best_tokens.get(), stream);
+                  draw(l.get(), kVocabulary, draws.get(), rows, drawn.get(), stream);
                 }));
   }
   report.write(argc, argv);

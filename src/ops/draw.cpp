@@ -83,19 +83,21 @@ size_t draw(std::span<const float> weight, double total, double u) {
   return last;
 }
 
-std::vector<TokenLogit> draw_tokens(const Logits& logits, const std::vector<Draw>& draws) {
+std::vector<Drawn> draw_tokens(const Logits& logits, const std::vector<Draw>& draws) {
   PLUMB_ON_GPU(logits.value, draw_tokens(logits, draws));
-  std::vector<TokenLogit> tokens;
+  std::vector<Drawn> tokens;
   for (const Draw& d : draws) {
     const std::span<const float> row = row_of(logits, d.row);
     const float highest = logits.normaliser[d.row].highest;
     size_t token = static_cast<size_t>(std::find(row.begin(), row.end(), highest) - row.begin());
+    double total = 0;
     if (d.temperature > 0) {
       std::vector<float> weight(row.begin(), row.end());
       weights_of(weight, highest, d.temperature, d.min_p);
-      token = draw(weight, total_of(weight), d.u);
+      total = total_of(weight);
+      token = draw(weight, total, d.u);
     }
-    tokens.push_back({static_cast<int>(token), row[token]});
+    tokens.push_back({{static_cast<int>(token), row[token]}, total});
   }
   return tokens;
 }

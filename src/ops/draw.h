@@ -32,8 +32,12 @@ struct Draw {
   float temperature = 1, min_p = 0;
   double u = 0;  // 0 to 1
 };
+struct Drawn {
+  TokenLogit token;
+  double total = 0;  // of the row's weights; temperature 0: not known
+};
 // One for each draw, which may name a row more than once. No logit is NaN.
-std::vector<TokenLogit> draw_tokens(const Logits& logits, const std::vector<Draw>& draws);
+std::vector<Drawn> draw_tokens(const Logits& logits, const std::vector<Draw>& draws);
 
 // Of each row, most likely first: [rows * count]. count: 1 .. kMostLikely, at most the vocabulary.
 constexpr int kMostLikely = 64;

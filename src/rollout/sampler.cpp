@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <map>
+#include <optional>
 #include <string>
 
 #include "base/error.h"
@@ -73,6 +74,8 @@ void adjust_logits(std::span<float> logits, const SamplingParams& p, std::span<c
 
 namespace {
 
+bool has_top_k(const SamplingParams& p, size_t vocab) { return p.top_k > 0 && static_cast<size_t>(p.top_k) < vocab; }
+
 // What is drawn from.
 struct Candidates {
   bool truncated = false;
@@ -82,17 +85,28 @@ struct Candidates {
   int token(size_t i) const { return truncated ? id[i] : static_cast<int>(i); }
 };
 
+// Keeps the first of c that have the weight `wanted` together; all of them, and returns false, if they have not.
+bool keep_first(Candidates& c, double wanted) {
+  double sum = 0;
+  size_t n = 0;
+  while (n < c.weight.size() && sum < wanted) sum += c.weight[n++];
+  c.id.resize(n), c.weight.resize(n);
+  c.total = ops::total_of(c.weight);
+  return sum >= wanted;
+}
+
 // Keeps the most likely tokens that have the share top_p of the weight together. Few of them usually do, so they are
 // sought in growing numbers.
 void keep_top_p(Candidates& c, std::span<const float> logits, float top_p) {
   const double wanted = top_p * c.total;
+  if (c.truncated) {
+    keep_first(c, wanted);
+    return;
+  }
   for (size_t count = std::min<size_t>(256, c.weight.size());; count = std::min(4 * count, c.weight.size())) {
-    Candidates kept{true, c.truncated ? c.id : ops::most_likely(logits, count), {}, 0};
-    double sum = 0;
-    for (size_t i = 0; i < kept.id.size() && sum < wanted; ++i)
-      sum += kept.weight.emplace_back(c.weight[c.truncated ? i : kept.id[i]]);
-    if (sum < wanted && kept.id.size() < c.weight.size()) continue;
-    kept.id.resize(kept.weight.size()), kept.total = ops::total_of(kept.weight);
+    Candidates kept{true, ops::most_likely(logits, count), {}, 0};
+    for (const int id : kept.id) kept.weight.push_back(c.weight[id]);
+    if (!keep_first(kept, wanted) && count < c.weight.size()) continue;
     c = std::move(kept);
     return;
   }
@@ -101,7 +115,7 @@ void keep_top_p(Candidates& c, std::span<const float> logits, float top_p) {
 // temperature > 0. logits as adjusted; best: the most likely token.
 Candidates candidates(std::span<const float> logits, const SamplingParams& p, int best) {
   Candidates c;
-  c.truncated = p.top_k > 0 && static_cast<size_t>(p.top_k) < logits.size();
+  c.truncated = has_top_k(p, logits.size());
   if (c.truncated) {
     c.id = ops::most_likely(logits, p.top_k);
     for (const int id : c.id) c.weight.push_back(logits[id]);
@@ -139,38 +153,67 @@ void check_finite(const ops::Normaliser& n) {
          "look for numbers that are not finite in the checkpoint and the adapter");
 }
 
-// Whether a token is drawn from the whole vocabulary as the model gives it.
-bool draws_from_all(const SampledRow& row, size_t vocab) {
-  const SamplingParams& p = *row.params;
-  const bool truncates = p.top_p < 1 || (p.top_k > 0 && static_cast<size_t>(p.top_k) < vocab);
-  return !p.processed_logprobs && !changes_logits(p, row.tokens.size() - row.prompt) &&
-         (!truncates || p.temperature == 0) && p.top_logprobs <= std::min<int>(ops::kMostLikely, vocab);
+bool truncates(const SamplingParams& p, size_t vocab) {
+  return p.temperature > 0 && (p.top_p < 1 || has_top_k(p, vocab));
 }
 
-// As sample_token of each of `rows`, which draw from all, where the logits are.
-void sample_there(const ops::Logits& logits, const std::vector<SampledRow>& all, const std::vector<int>& rows,
-                  std::vector<GeneratedToken>& sampled) {
+// Whether a few of the most likely tokens and the weight of all may be enough for this row.
+bool can_stay_there(const SampledRow& row, size_t vocab) {
+  const SamplingParams& p = *row.params;
+  const int most = std::min<int>(ops::kMostLikely, static_cast<int>(vocab));
+  return !p.processed_logprobs && !changes_logits(p, row.tokens.size() - row.prompt) && p.top_logprobs <= most &&
+         (p.temperature == 0 || !has_top_k(p, vocab) || p.top_k <= most);
+}
+
+// candidates() of a row that truncates, from its most likely tokens, in order, and the weight of all; nothing if top-p
+// wants more of them. highest: the first one's logit.
+std::optional<Candidates> candidates_among(std::span<const ops::TokenLogit> best, const SamplingParams& p,
+                                           float highest, double total, size_t vocab) {
+  const bool top_k = has_top_k(p, vocab);
+  Candidates c{true, {}, {}, total};
+  for (const ops::TokenLogit& t : best.first(top_k ? static_cast<size_t>(p.top_k) : best.size()))
+    c.id.push_back(t.token), c.weight.push_back(t.logit);
+  ops::weights_of(c.weight, highest, p.temperature, p.min_p);
+  if (top_k) c.total = ops::total_of(c.weight);
+  const bool enough = p.top_p == 1 || keep_first(c, p.top_p * c.total);
+  return enough || top_k || best.size() == vocab ? std::optional(std::move(c)) : std::nullopt;
+}
+
+// sample_token of each row in `list`, from what is found where the logits are. Returns those of which that is not
+// enough.
+std::vector<int> sample_there(const ops::Logits& logits, const std::vector<SampledRow>& rows,
+                              const std::vector<int>& list, std::vector<GeneratedToken>& sampled) {
+  const auto vocab = static_cast<size_t>(logits.value.size(1));
   std::vector<ops::Draw> draws;
-  int top = 0;
-  for (const int i : rows) {
-    const SamplingParams& p = *all[i].params;
-    check_finite(logits.normaliser[i]);
-    draws.push_back({i, p.temperature, p.min_p, random_of(p, all[i].sequence, all[i].tokens.size())});
-    top = std::max(top, p.top_logprobs);
+  int count = 0;  // of most likely tokens
+  for (const int i : list) {
+    const SamplingParams& p = *rows[i].params;
+    draws.push_back({i, p.temperature, p.min_p, random_of(p, rows[i].sequence, rows[i].tokens.size())});
+    count = std::max(count, p.top_logprobs);
+    if (truncates(p, vocab)) count = std::min<int>(ops::kMostLikely, static_cast<int>(vocab));
   }
-  const auto drawn = ops::draw_tokens(logits, draws);
-  const auto best = top > 0 ? ops::most_likely_tokens(logits, top) : std::vector<ops::TokenLogit>{};
-  for (size_t k = 0; k < rows.size(); ++k) {
-    const int i = rows[k];
-    const auto with_logprob = [&](const ops::TokenLogit& t) {
-      return TokenLogprob{t.token, ops::log_probability(t.logit, logits.normaliser[i])};
-    };
-    const TokenLogprob token = with_logprob(drawn[k]);
-    sampled[i].id = token.id, sampled[i].logprob = token.logprob;
-    for (int j = 0; j < all[i].params->top_logprobs; ++j)
-      sampled[i].top.push_back(with_logprob(best[static_cast<size_t>(i) * top + j]));
+  const std::vector<ops::Drawn> drawn = ops::draw_tokens(logits, draws);
+  const auto best = count > 0 ? ops::most_likely_tokens(logits, count) : std::vector<ops::TokenLogit>{};
+  std::vector<int> left;
+  for (size_t k = 0; k < list.size(); ++k) {
+    const int i = list[k];
+    const SamplingParams& p = *rows[i].params;
+    const auto best_of_row = std::span(best).subspan(best.empty() ? 0 : static_cast<size_t>(i) * count, count);
+    ops::TokenLogit token = drawn[k].token;
+    if (truncates(p, vocab)) {
+      const auto c = candidates_among(best_of_row, p, logits.normaliser[i].highest, drawn[k].total, vocab);
+      if (!c) {
+        left.push_back(i);
+        continue;
+      }
+      token = best_of_row[ops::draw(c->weight, c->total, draws[k].u)];
+    }
+    sampled[i].id = token.token, sampled[i].logprob = ops::log_probability(token.logit, logits.normaliser[i]);
+    for (const ops::TokenLogit& t : best_of_row.first(p.top_logprobs))
+      sampled[i].top.push_back({t.token, ops::log_probability(t.logit, logits.normaliser[i])});
     drop_impossible(sampled[i].top);
   }
+  return left;
 }
 
 }  // namespace
@@ -213,9 +256,14 @@ std::vector<GeneratedToken> sample_tokens(const ops::Logits& logits, const std::
   const auto vocab = static_cast<size_t>(logits.value.size(1));
   std::vector<GeneratedToken> sampled(rows.size());
   std::vector<int> there, here;
-  for (int i = 0; i < static_cast<int>(rows.size()); ++i)
-    (logits.value.on_device() && draws_from_all(rows[i], vocab) ? there : here).push_back(i);
-  if (!there.empty()) sample_there(logits, rows, there, sampled);
+  for (int i = 0; i < static_cast<int>(rows.size()); ++i) {
+    check_finite(logits.normaliser[i]);
+    (logits.value.on_device() && can_stay_there(rows[i], vocab) ? there : here).push_back(i);
+  }
+  if (!there.empty()) {
+    const std::vector<int> left = sample_there(logits, rows, there, sampled);
+    here.insert(here.end(), left.begin(), left.end());
+  }
   const Tensor values = logits.value.on_device() ? ops::logits_on_host(logits, here) : logits.value;
   parallel_for(static_cast<int64_t>(here.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t k = begin; k < end; ++k) {

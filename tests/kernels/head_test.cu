@@ -140,15 +140,15 @@ void check_draws(int rows, int vocabulary) {
   }
   Buffer<float> device_logits(logits);
   Buffer<Draw> device_draws(draws);
-  Buffer<TokenLogit> found(draws.size());
+  Buffer<Drawn> found(draws.size());
   draw(device_logits.get(), vocabulary, device_draws.get(), static_cast<int>(draws.size()), found.get(), nullptr);
   const auto result = found.host();
   for (size_t i = 0; i < draws.size(); ++i) {
     const Draw& d = draws[i];
     const float* l = logits.data() + static_cast<size_t>(d.row) * vocabulary;
-    const int token = result[i].token;
+    const int token = result[i].found.token;
     ASSERT_TRUE(token >= 0 && token < vocabulary);
-    ASSERT_EQ(result[i].logit, l[token]);
+    ASSERT_EQ(result[i].found.logit, l[token]);
     if (d.temperature == 0) {
       ASSERT_EQ(token, std::max_element(l, l + vocabulary) - l);
       continue;
@@ -161,6 +161,7 @@ void check_draws(int rows, int vocabulary) {
       total += w < d.min_p ? 0 : w;
       if (v == token) through = total;
     }
+    ASSERT_NEAR(result[i].total, total, 5e-6 * total + (d.min_p > 0 ? 0.02 : 0));  // a weight of 0.01 may go either way
     ASSERT_LE(before, (d.u + 5e-6) * total) << "draw " << i;
     ASSERT_GE(through, (d.u - 5e-6) * total) << "draw " << i;
   }

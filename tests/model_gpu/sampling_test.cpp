@@ -25,8 +25,8 @@ SamplingParams params_of(int i, int vocab) {
   p.temperature = std::array{1.0f, 0.0f, 0.3f, 1.7f, 100.0f}[i % 5];
   p.min_p = i % 7 == 3 ? 0.05f : 0;
   p.top_logprobs = std::array{0, 1, 20, 0, 64, 100}[i % 6];
-  if (i % 11 == 5) p.top_k = 3;
-  if (i % 11 == 7) p.top_p = 0.8f;
+  if (i % 11 == 5) p.top_k = std::array{3, 64, 65, 1}[i % 4];
+  if (i % 5 == 3) p.top_p = std::array{0.8f, 0.95f, 0.2f, 0.999999f}[i % 4];
   if (i % 13 == 6) p.logit_bias = {{i % vocab, 4.0f}};
   if (i % 17 == 8) p.presence_penalty = 1;
   if (i % 19 == 9) p.processed_logprobs = true;

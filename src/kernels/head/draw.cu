@@ -7,7 +7,8 @@
 namespace plumb::kernels::head {
 namespace {
 
-constexpr int kThreads = 256, kWarps = kThreads / 32;
+constexpr int kThreads = 256, kWarps = kThreads / 32;  // of the search for the most likely
+constexpr int kDrawThreads = 1024;                     // one row alone has one block
 
 // ---- The most likely tokens ----------------------------------------------------------------------------------------
 // Larger keys are better: by value, then by lower index. Any NaN is the worst.
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(kThreads)
     best_kernel(const float* logits, int vocabulary, const float2* parts, int tiles, int count, TokenLogit* result) {
   __shared__ uint64_t scratch[kWarps];
   __shared__ int chosen[kMostBest];
-  extern __shared__ uint64_t keys[];  // [count, kTile]
+  extern __shared__ float searched_logits[];  // [count, kTile]
   const size_t row = blockIdx.x;
   logits += row * vocabulary, parts += row * tiles;
   const int searched = min(count, tiles);
@@ -54,14 +55,14 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0) chosen[j] = index_of(last);
   }
   __syncthreads();
-  for (int i = threadIdx.x; i < searched * kTile; i += kThreads) {
-    const int v = chosen[i / kTile] * kTile + i % kTile;
-    keys[i] = v < vocabulary ? key_of(logits[v], v) : 0;
-  }
+  const auto token_at = [&](int i) { return chosen[i / kTile] * kTile + i % kTile; };
+  for (int i = threadIdx.x; i < searched * kTile; i += kThreads)
+    if (token_at(i) < vocabulary) searched_logits[i] = logits[token_at(i)];
   __syncthreads();
   last = ~uint64_t{0};
   for (int j = 0; j < count; ++j) {
-    last = next_best(last, searched * kTile, scratch, [&](int i) { return keys[i]; });
+    last = next_best(last, searched * kTile, scratch,
+                     [&](int i) { return token_at(i) < vocabulary ? key_of(searched_logits[i], token_at(i)) : 0; });
     if (threadIdx.x == 0) result[row * count + j] = {index_of(last), logits[index_of(last)]};
   }
 }
@@ -85,7 +86,8 @@ __device__ __forceinline__ float exponential(float x) {
   return __fmul_rn(__fmul_rn(e, two_to(half)), two_to(power - half));
 }
 __device__ __forceinline__ float weight_of(float logit, const Draw& d) {
-  const float w = exponential(__fdiv_rn(__fsub_rn(logit, d.highest), d.temperature));
+  const float below = __fsub_rn(logit, d.highest);
+  const float w = exponential(d.temperature == 1 ? below : __fdiv_rn(below, d.temperature));
   return w < d.min_p ? 0.0f : w;
 }
 
@@ -93,7 +95,7 @@ __device__ __forceinline__ float weight_of(float logit, const Draw& d) {
 // in a tree.
 __device__ __forceinline__ void sum_runs(const float* logits, int vocabulary, int runs, const Draw& d, double* sums) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  for (int first_run = 4 * warp; first_run < runs; first_run += 4 * kWarps) {
+  for (int first_run = 4 * warp; first_run < runs; first_run += kDrawThreads / 8) {
     const int run = first_run + lane / 8, end = min(vocabulary, (run + 1) * kDrawRun);
     double sum = 0;
 #pragma unroll 8
@@ -107,7 +109,7 @@ __device__ __forceinline__ void sum_runs(const float* logits, int vocabulary, in
 
 __device__ __forceinline__ int first_of(const float* logits, int vocabulary, float wanted, int* shared) {
   int found = vocabulary;
-  for (int v = threadIdx.x; v < vocabulary && found == vocabulary; v += kThreads)
+  for (int v = threadIdx.x; v < vocabulary && found == vocabulary; v += kDrawThreads)
     if (logits[v] == wanted) found = v;
   if (threadIdx.x == 0) *shared = vocabulary;
   __syncthreads();
@@ -117,8 +119,8 @@ __device__ __forceinline__ int first_of(const float* logits, int vocabulary, flo
 }
 
 // A block a token.
-__global__ void __launch_bounds__(kThreads)
-    draw_kernel(const float* logits, int vocabulary, const Draw* draws, TokenLogit* result) {
+__global__ void __launch_bounds__(kDrawThreads)
+    draw_kernel(const float* logits, int vocabulary, const Draw* draws, Drawn* result) {
   extern __shared__ double sums[];     // [runs] of a run's weights, then of all up to its end
   __shared__ float weights[kDrawRun];  // of the run that is drawn from
   __shared__ int chosen, last_run;     // runs; last_run: of those that have any weight
@@ -126,7 +128,7 @@ __global__ void __launch_bounds__(kThreads)
   logits += static_cast<size_t>(d.row) * vocabulary;
   if (d.temperature == 0) {
     const int token = first_of(logits, vocabulary, d.highest, &chosen);
-    if (threadIdx.x == 0) result[blockIdx.x] = {token, d.highest};
+    if (threadIdx.x == 0) result[blockIdx.x] = {{token, d.highest}, 0};
     return;
   }
   const int runs = (vocabulary + kDrawRun - 1) / kDrawRun;
@@ -142,7 +144,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   const double u = __dmul_rn(d.u, sums[runs - 1]);
-  for (int run = threadIdx.x; run < runs; run += kThreads)
+  for (int run = threadIdx.x; run < runs; run += kDrawThreads)
     if (sums[run] > u) {
       atomicMin(&chosen, run);
       break;
@@ -160,7 +162,7 @@ __global__ void __launch_bounds__(kThreads)
     token = i, sum = __dadd_rn(sum, static_cast<double>(weights[i]));
     if (sum > u) break;
   }
-  result[blockIdx.x] = {first + token, logits[first + token]};
+  result[blockIdx.x] = {{first + token, logits[first + token]}, sums[runs - 1]};
 }
 
 }  // namespace
@@ -171,17 +173,17 @@ void best(const float* logits, int rows, int vocabulary, int count, TokenLogit* 
           "count = " + std::to_string(count) + " must be between 1 and " + std::to_string(kMostBest) +
               " and at most the vocabulary, " + std::to_string(vocabulary));
   const int tiles = (vocabulary + kTile - 1) / kTile;
-  launch_with_shared(best_kernel, rows, kThreads, count * kTile * static_cast<int>(sizeof(uint64_t)), stream, logits,
+  launch_with_shared(best_kernel, rows, kThreads, count * kTile * static_cast<int>(sizeof(float)), stream, logits,
                      vocabulary, static_cast<const float2*>(workspace), tiles, count, result);
 }
 
-void draw(const float* logits, int vocabulary, const Draw* draws, int count, TokenLogit* result, cudaStream_t stream) {
+void draw(const float* logits, int vocabulary, const Draw* draws, int count, Drawn* result, cudaStream_t stream) {
   require(count > 0 && vocabulary > 0 && vocabulary % 8 == 0, "head: draw",
           std::to_string(count) + " draws from " + std::to_string(vocabulary) +
               " tokens: there must be draws, and a positive multiple of 8 tokens");
   const int runs = (vocabulary + kDrawRun - 1) / kDrawRun;
-  launch_with_shared(draw_kernel, count, kThreads, runs * static_cast<int>(sizeof(double)), stream, logits, vocabulary,
-                     draws, result);
+  launch_with_shared(draw_kernel, count, kDrawThreads, runs * static_cast<int>(sizeof(double)), stream, logits,
+                     vocabulary, draws, result);
 }
 
 }  // namespace plumb::kernels::head

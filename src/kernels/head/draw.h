@@ -29,6 +29,10 @@ struct Draw {
 // their sums and the choice have the bits of ops/draw.h on the host: weights are added up in runs of kDrawRun, each
 // by eight sums in double, and runs in order.
 constexpr int kDrawRun = 256;
-void draw(const float* logits, int vocabulary, const Draw* draws, int count, TokenLogit* result, cudaStream_t stream);
+struct Drawn {
+  TokenLogit found;
+  double total;  // of the row's weights; temperature 0: 0
+};
+void draw(const float* logits, int vocabulary, const Draw* draws, int count, Drawn* result, cudaStream_t stream);
 
 }  // namespace plumb::kernels::head

@@ -96,7 +96,7 @@ Logits head_logits(const Tensor& hidden, const Linear& head);
 Tensor head_logprobs(const Tensor& hidden, const Linear& head, const std::vector<int>& target);
 Tensor head_logprobs_backward(const Tensor& d_logprob, const Tensor& hidden, const Linear& head,
                               const std::vector<int>& target, const Tensor& d_head, Tensor* logprobs);
-std::vector<TokenLogit> draw_tokens(const Logits& logits, const std::vector<Draw>& draws);
+std::vector<Drawn> draw_tokens(const Logits& logits, const std::vector<Draw>& draws);
 std::vector<TokenLogit> most_likely_tokens(const Logits& logits, int count);
 
 // parameters.cpp

@@ -47,40 +47,34 @@ Logits head_logits(const Tensor& hidden, const Linear& head) {
   return result;
 }
 
-namespace {
-
-std::vector<TokenLogit> tokens_of(const Tensor& found) {
-  const Tensor host = to_host(found);
-  const auto* token = reinterpret_cast<const hd::TokenLogit*>(host.raw());
-  std::vector<TokenLogit> tokens;
-  for (int64_t i = 0; i < host.numel() / 2; ++i) tokens.push_back({token[i].token, token[i].logit});
-  return tokens;
-}
-hd::TokenLogit* result_of(const Tensor& t) { return reinterpret_cast<hd::TokenLogit*>(t.raw()); }
-
-}  // namespace
-
-std::vector<TokenLogit> draw_tokens(const Logits& logits, const std::vector<Draw>& draws) {
-  const int count = static_cast<int>(draws.size());
+std::vector<Drawn> draw_tokens(const Logits& logits, const std::vector<Draw>& draws) {
+  const size_t count = draws.size();
   if (count == 0) return {};
-  const Tensor list = Tensor::empty({static_cast<int64_t>(count * sizeof(hd::Draw))}, DType::u8);
-  for (int i = 0; i < count; ++i) {
-    const Draw& d = draws[i];
-    reinterpret_cast<hd::Draw*>(list.raw())[i] = {d.u, d.row, d.temperature, d.min_p, logits.normaliser[d.row].highest};
-  }
-  const Tensor there = to_device(list), found = empty({count, 2}, DType::i32);
+  std::vector<hd::Draw> list;
+  for (const Draw& d : draws) list.push_back({d.u, d.row, d.temperature, d.min_p, logits.normaliser[d.row].highest});
+  const Tensor there = workspace(count * sizeof(hd::Draw)), found = workspace(count * sizeof(hd::Drawn));
+  copy_bytes(there, Tensor::over(std::as_writable_bytes(std::span(list)).data(), there.shape(), DType::u8, nullptr));
   hd::draw(f32(logits.value), static_cast<int>(logits.value.size(1)), reinterpret_cast<const hd::Draw*>(there.raw()),
-           count, result_of(found), kStream);
-  return tokens_of(found);
+           static_cast<int>(count), reinterpret_cast<hd::Drawn*>(found.raw()), kStream);
+  const Tensor here = to_host(found);
+  std::vector<Drawn> drawn;
+  for (const hd::Drawn& d : std::span(reinterpret_cast<const hd::Drawn*>(here.raw()), count))
+    drawn.push_back({{d.found.token, d.found.logit}, d.total});
+  return drawn;
 }
 
 std::vector<TokenLogit> most_likely_tokens(const Logits& logits, int count) {
   const int rows = rows_of(logits.value);
   if (rows == 0) return {};
-  const Tensor found = empty({rows, count, 2}, DType::i32);
-  hd::best(f32(logits.value), rows, static_cast<int>(logits.value.size(1)), count, result_of(found), logits.tiles.raw(),
-           kStream);
-  return tokens_of(found);
+  const size_t all = static_cast<size_t>(rows) * count;
+  const Tensor found = workspace(all * sizeof(hd::TokenLogit));
+  hd::best(f32(logits.value), rows, static_cast<int>(logits.value.size(1)), count,
+           reinterpret_cast<hd::TokenLogit*>(found.raw()), logits.tiles.raw(), kStream);
+  const Tensor here = to_host(found);
+  std::vector<TokenLogit> tokens;
+  for (const hd::TokenLogit& t : std::span(reinterpret_cast<const hd::TokenLogit*>(here.raw()), all))
+    tokens.push_back({t.token, t.logit});
+  return tokens;
 }
 
 Tensor head_logprobs(const Tensor& hidden, const Linear& head, const std::vector<int>& target) {
