@@ -21,7 +21,7 @@ double gradient_norm(const ParameterTable& table) {
   return 0;
 }
 
-void adamw(const ParameterTable& table, [[maybe_unused]] const AdamWStep& step) {
+void adamw(const ParameterTable& table, const AdamWStep& step) {
   require_device(table.pieces);
   PLUMB_ON_GPU(table.pieces, adamw(table, step));
 }

@@ -1,11 +1,11 @@
 // The ops on device tensors: each has the contract of the op of the same name in src/ops, which calls it when its input
 // is on the device. Results are device tensors: bf16 where the released profile rounds to a format that bf16 holds,
-// FP32 elsewhere. Compiled with CUDA only.
+// FP32 elsewhere. Defined where there is CUDA only.
 #pragma once
 #include "ops/attention.h"
 #include "ops/compressor.h"
-#include "ops/grouped_output.h"
 #include "ops/draw.h"
+#include "ops/grouped_output.h"
 #include "ops/head.h"
 #include "ops/head_divergence.h"
 #include "ops/indexer.h"
