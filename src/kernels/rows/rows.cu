@@ -2,6 +2,7 @@
 // one row of 32 KB, a decoded token, is spread over many warps.
 #include "kernels/rows/rows.h"
 
+#include "kernels/hopper/launch_order.cuh"
 #include "kernels/hopper/vectors.cuh"
 #include "kernels/launch.cuh"
 
@@ -31,6 +32,7 @@ __device__ __forceinline__ void store_piece(const uint4 (&v)[kFlight], uint4* ro
 
 __global__ void __launch_bounds__(kThreads)
     embed_kernel(const uint4* table, int vocabulary, int units, const int* token, int rows, int copies, uint4* out) {
+  hopper::take_turn();
   const int row = warp_row();
   if (row >= rows) return;
   const int id = token[row];
@@ -46,6 +48,7 @@ __global__ void __launch_bounds__(kThreads)
 
 __global__ void __launch_bounds__(kThreads)
     copy_kernel(const uint4* x, const int* from, uint4* out, const int* to, int rows, int units) {
+  hopper::take_turn();
   const int row = warp_row();
   if (row >= rows) return;
   const int64_t source = from ? from[row] : row, target = to ? to[row] : row;
@@ -93,6 +96,7 @@ __device__ __forceinline__ void store_four(const float (&v)[4], void* data, bool
 
 // A thread has eight channels of a row.
 __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ Sum p) {
+  hopper::take_turn();
   const int64_t unit = blockIdx.x * int64_t{kThreads} + threadIdx.x;
   const int units = p.width / 8;
   if (unit >= p.rows * units) return;
@@ -123,6 +127,7 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ S
 // 128).
 template <int kCopies>
 __global__ void __launch_bounds__(kThreads) meeting_kernel(const __grid_constant__ MeetingSums p) {
+  hopper::take_turn();
   constexpr int kRows = 32 / kCopies;  // in flight
   const int meeting = warp_row(), lane = threadIdx.x % 32, quads = p.width / 4, own = blockIdx.y * 32 + lane;
   if (meeting >= p.meetings) return;
@@ -178,6 +183,7 @@ __device__ __forceinline__ void copy_numbers(const int* from, int count, int off
 
 __global__ void __launch_bounds__(kThreads)
     merge_kernel(Lists window, Lists entries, int offset, int rows, int* begin, int* out) {
+  hopper::take_turn();
   const int row = warp_row(), lane = threadIdx.x % 32;
   if (row >= rows) return;
   const int w = window.begin[row], w_end = window.begin[row + 1], e = entries.begin[row],
@@ -203,9 +209,8 @@ void embed(const uint16_t* table, int vocabulary, int width, const int* token, i
   if (rows == 0) return;
   require(copies > 0 && aligned(table, 16) && aligned(out, 16), where,
           "copies = " + std::to_string(copies) + " must be positive, table and out aligned to 16 bytes");
-  embed_kernel<<<grid(rows, width / 8), kThreads, 0, stream>>>(
-      reinterpret_cast<const uint4*>(table), vocabulary, width / 8, token, rows, copies, reinterpret_cast<uint4*>(out));
-  check_cuda(cudaGetLastError(), where);
+  launch_dependent(embed_kernel, {grid(rows, width / 8), kThreads}, stream, reinterpret_cast<const uint4*>(table),
+                   vocabulary, width / 8, token, rows, copies, reinterpret_cast<uint4*>(out));
 }
 
 void copy(const void* x, const int* from, void* out, const int* to, int rows, size_t row_bytes, cudaStream_t stream) {
@@ -216,9 +221,8 @@ void copy(const void* x, const int* from, void* out, const int* to, int rows, si
   if (rows == 0) return;
   require(aligned(x, 16) && aligned(out, 16), where, "rows must be aligned to 16 bytes");
   const int units = static_cast<int>(row_bytes / 16);
-  copy_kernel<<<grid(rows, units), kThreads, 0, stream>>>(static_cast<const uint4*>(x), from, static_cast<uint4*>(out),
-                                                          to, rows, units);
-  check_cuda(cudaGetLastError(), where);
+  launch_dependent(copy_kernel, {grid(rows, units), kThreads}, stream, static_cast<const uint4*>(x), from,
+                   static_cast<uint4*>(out), to, rows, units);
 }
 
 void sum(const Sum& p, cudaStream_t stream) {
@@ -232,8 +236,7 @@ void sum(const Sum& p, cudaStream_t stream) {
             "term " + std::to_string(i) + " must be aligned to 16 bytes and serve a divisor of the rows");
   require(aligned(p.out, 16), where, "the result must be aligned to 16 bytes");
   const int64_t blocks = (p.rows * (p.width / 8) + kThreads - 1) / kThreads;
-  sum_kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(p);
-  check_cuda(cudaGetLastError(), where);
+  launch_dependent(sum_kernel, {dim3(static_cast<unsigned>(blocks)), kThreads}, stream, p);
 }
 
 Meetings meetings(const std::vector<int>& to) {
@@ -265,16 +268,14 @@ void add_meetings(const MeetingSums& p, cudaStream_t stream) {
           where, "copies = " + std::to_string(p.copies) + " must be 1 or 4, and the lists all given or all null");
   require(aligned(p.x, 16) && aligned(p.out, 16), where, "rows must be aligned to 16 bytes");
   const dim3 blocks(static_cast<unsigned>((p.meetings + kWarps - 1) / kWarps), (p.width / 4 + 31) / 32);
-  (p.copies == 1 ? meeting_kernel<1> : meeting_kernel<4>)<<<blocks, kThreads, 0, stream>>>(p);
-  check_cuda(cudaGetLastError(), where);
+  launch_dependent(p.copies == 1 ? meeting_kernel<1> : meeting_kernel<4>, {blocks, kThreads}, stream, p);
 }
 
 void merge_keys(const Lists& window, const Lists& entries, int offset, int rows, int* begin, int* row,
                 cudaStream_t stream) {
   require(rows >= 0, "rows: merge_keys", "rows = " + std::to_string(rows) + " must not be negative");
   if (rows == 0) return;
-  merge_kernel<<<grid(rows, 1), kThreads, 0, stream>>>(window, entries, offset, rows, begin, row);
-  check_cuda(cudaGetLastError(), "rows: merge_keys");
+  launch_dependent(merge_kernel, {grid(rows, 1), kThreads}, stream, window, entries, offset, rows, begin, row);
 }
 
 }  // namespace plumb::kernels::rows
