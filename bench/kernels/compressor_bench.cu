@@ -18,14 +18,14 @@ int main(int argc, char** argv) {
     std::vector<int> source;
     for (int e = 0; e < entries; ++e)
       for (int s = 0; s < slots; ++s) source.push_back(std::max(-1, (e + 1) * l.ratio - slots + s));
-    const SlotUseLists lists = transpose_sources(source, rows, l.ratio, slots);
-    Array<int> sources(source), begin(lists.begin), use(lists.use);
+    const SlotTargetLists lists = slot_targets(source, rows, l.ratio, slots);
+    Array<int> sources(source), target(lists.target), key(lists.key), begin(lists.begin);
     const size_t count = size_t(rows) * row_width, results = size_t(entries) * l.width;
-    const double projected = 8.0 * count, small = 1.0 * results;
+    const double projected = 8.0 * count, small = 2.0 * results;
     const int copies = cold_copies(projected);
     Array<float> kv(count * copies, 1, 1), gate(kv.size(), 1, 2), ape(size_t(l.ratio) * row_width, 1, 3);
     Array<uint16_t> d_entries(results * copies, 1, 4), out(d_entries.size());
-    Array<float> total(out.size()), value(out.size()), d_kv(kv.size()), d_gate(kv.size()), d_ape(ape.size());
+    Array<float> d_kv(kv.size()), d_gate(kv.size()), d_ape(ape.size());
     const auto pooling = [&](int i) {
       return CompressedPooling{kv.get() + i * count,
                                gate.get() + i * count,
@@ -39,23 +39,15 @@ int main(int argc, char** argv) {
                                slots,
                                l.width};
     };
-    Array<uint8_t> workspace(pool_entries_backward_workspace(pooling(0)));
-    double ms = cold_ms(copies, [&](int i, cudaStream_t stream) {
-      check(pool_entries(pooling(i), out.get() + i * results, nullptr, nullptr, stream));
-    });
-    report.cold(l.what, projected + 2 * small, ms);
-    ms = cold_ms(copies, [&](int i, cudaStream_t stream) {
-      check(pool_entries(pooling(i), out.get() + i * results, total.get() + i * results, value.get() + i * results,
-                         stream));
-    });
-    report.cold(std::string(l.what) + ", kept for backward", projected + 10 * small, ms);
+    Array<uint8_t> workspace(pool_entries_backward_workspace(pooling(0), lists.parts(), true));
+    double ms = cold_ms(
+        copies, [&](int i, cudaStream_t stream) { check(pool_entries(pooling(i), out.get() + i * results, stream)); });
+    report.cold(l.what, projected + small, ms);
     const auto backward = [&](float* gradient) {
       return cold_ms(copies, [&](int i, cudaStream_t stream) {
         check(pool_entries_backward({pooling(i),
-                                     total.get() + i * results,
-                                     value.get() + i * results,
                                      d_entries.get() + i * results,
-                                     {begin.get(), use.get()},
+                                     {target.get(), key.get(), begin.get(), lists.joined(), lists.parts()},
                                      d_kv.get() + i * count,
                                      d_gate.get() + i * count,
                                      gradient,
@@ -63,8 +55,8 @@ int main(int argc, char** argv) {
                                     stream));
       });
     };
-    report.cold(std::string(l.what) + ", backward", 2 * projected + 10 * small, backward(nullptr));
-    report.cold(std::string(l.what) + ", backward with ape", 3 * projected + 20 * small, backward(d_ape.get()));
+    report.cold(std::string(l.what) + ", backward", 2 * projected + small, backward(nullptr));
+    report.cold(std::string(l.what) + ", backward with ape", 2 * projected + small, backward(d_ape.get()));
   }
   report.write(argc, argv);
 }

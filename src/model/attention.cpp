@@ -75,7 +75,10 @@ std::vector<Tensor> compress_backward(const PassContext& ctx, const CompressorPa
                                       CompressorPart<Tensor>& grads) {
   const Tensor d_pooled = ops::finish_vectors_backward(single(d_entries), single(s.pooled), w.norm, plan.rotary,
                                                        entry_steps(ctx, points), grads.norm);
-  Tensor d_kv = zeros_like(s.rows.kv), d_gate = zeros_like(s.rows.gate);
+  const auto gradient_of = [](const Tensor& rows) {  // on a device it is written as a whole
+    return rows.on_device() ? empty_like(rows, rows.shape()) : zeros_like(rows);
+  };
+  Tensor d_kv = gradient_of(s.rows.kv), d_gate = gradient_of(s.rows.gate);
   ops::pool_entries_backward(plan, s.rows, w.ape, rows_of(d_pooled), d_kv, d_gate, grads.ape);
   return {ops::linear_backward(d_kv, x, w.wkv, kv_lora, {}, kv_grads, grads.wkv, s.low_rank_kv),
           ops::linear_backward(d_gate, x, w.wgate, gate_lora, {}, gate_grads, grads.wgate, s.low_rank_gate)};

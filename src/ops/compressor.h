@@ -17,7 +17,8 @@ struct ProjectedRows {
 Tensor pool_entries(const Compression& compression, const ProjectedRows& rows, const Tensor& ape,
                     const RoundAt& at = {});
 
-// d_kv, d_gate [rows, co*c] += ; d_ape += if defined. Pending rows get no gradient (they exist only when decoding).
+// d_kv, d_gate [rows, co*c] +=, on a device written, whatever they held; d_ape += if defined. Pending rows get no
+// gradient (they exist only when decoding).
 void pool_entries_backward(const Compression& compression, const ProjectedRows& rows, const Tensor& ape,
                            const Tensor& d_entries, const Tensor& d_kv, const Tensor& d_gate, const Tensor& d_ape);
 

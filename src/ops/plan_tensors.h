@@ -27,7 +27,10 @@ struct Compression {
   RotaryTable rotary;                // of the new entries
   RowLists attended;                 // ratio of HCA layers: the entries that each row attends to, all it may see
   Visibility visible;                // ratio of CSA layers
-  Tensor source, use_begin, use;     // on a GPU: i32, the plan's sources, and which slots read each projected row
+  Tensor source;                     // on a GPU: i32, the plan's sources
+  // On a GPU, of a plan that trains: where the gradients of slots go, i32 (kernels::SlotTargets), and how many parts.
+  Tensor target, joined, part_begin;
+  int parts = 0;
   Compression() = default;
   Compression(const CompressionPlan& plan) : plan(&plan), visible(plan.visible) {}
 };

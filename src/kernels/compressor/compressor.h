@@ -25,48 +25,53 @@ struct CompressedPooling {
   int width;                               // of an entry, a multiple of 128
 };
 
-// entries: bf16 [entries, width], written. total, value: FP32 [entries, width], written for the backward pass: the
-// logarithm of the softmax's denominator and the unrounded entry; both may be null. At least one source of each entry
-// is present.
-cudaError_t pool_entries(const CompressedPooling& pooling, void* entries, float* total, float* value,
-                         cudaStream_t stream);
+// entries: bf16 [entries, width], written. At least one source of each entry is present.
+cudaError_t pool_entries(const CompressedPooling& pooling, void* entries, cudaStream_t stream);
 
-// Which slots read a row. Key of a row's half h: row * (slots / ratio) + h.
-struct SlotUses {
-  const int* begin;  // [rows * (slots / ratio) + 1]
-  const int* use;    // entry * slots + slot, ascending
+// Where the gradients of an entry's slots go, and the halves of rows that get theirs otherwise: those that several
+// slots read (branches of a prefix tree), whose parts lie in the workspace, and those that none reads. Key of a row's
+// half h: row * (slots / ratio) + h. Pending rows get no gradient.
+struct SlotTargets {
+  const int* target;  // [entries, slots]: the row, if no other slot reads that half of it; rows + i: part i; -1: none
+  const int* key;     // [joined]
+  const int* begin;   // [joined + 1] the parts of each key, in order of the slots that read it
+  int joined, parts;
 };
-// Host side: the transposition of `source`. Pending rows get no gradient.
-struct SlotUseLists {
-  std::vector<int> begin, use;
+// Host side, from `source`.
+struct SlotTargetLists {
+  std::vector<int> target, key, begin;
+  int joined() const { return static_cast<int>(key.size()); }
+  int parts() const { return begin.back(); }
 };
-inline SlotUseLists transpose_sources(const std::vector<int>& source, int rows, int ratio, int slots) {
+inline SlotTargetLists slot_targets(const std::vector<int>& source, int rows, int ratio, int slots) {
   const int halves = slots / ratio;
-  SlotUseLists lists{std::vector<int>(static_cast<size_t>(rows) * halves + 1, 0), {}};
-  const auto key = [&](size_t i) {
-    return source[i] < 0 || source[i] >= rows ? -1 : source[i] * halves + static_cast<int>(i) % slots / ratio;
-  };
+  const auto key = [&](size_t i) { return source[i] * halves + static_cast<int>(i) % slots / ratio; };
+  const auto has_row = [&](size_t i) { return source[i] >= 0 && source[i] < rows; };
+  std::vector<int> count(static_cast<size_t>(rows) * halves, 0);
   for (size_t i = 0; i < source.size(); ++i)
-    if (key(i) >= 0) ++lists.begin[key(i) + 1];
-  for (size_t i = 1; i < lists.begin.size(); ++i) lists.begin[i] += lists.begin[i - 1];
-  lists.use.resize(lists.begin.back());
-  std::vector<int> next(lists.begin.begin(), lists.begin.end() - 1);
+    if (has_row(i)) ++count[key(i)];
+  SlotTargetLists lists{std::vector<int>(source.size(), -1), {}, {0}};
+  std::vector<int> next(count.size());
+  for (size_t k = 0; k < count.size(); ++k) {
+    if (count[k] == 1) continue;
+    next[k] = rows + lists.begin.back();
+    lists.key.push_back(static_cast<int>(k)), lists.begin.push_back(lists.begin.back() + count[k]);
+  }
   for (size_t i = 0; i < source.size(); ++i)
-    if (key(i) >= 0) lists.use[next[key(i)]++] = static_cast<int>(i);
+    if (has_row(i)) lists.target[i] = count[key(i)] == 1 ? source[i] : next[key(i)]++;
   return lists;
 }
 
 struct CompressedPoolingBackward {
-  CompressedPooling pooling;   // as in the forward pass; pending rows get no gradient
-  const float *total, *value;  // from it
-  const void* d_entries;       // bf16 [entries, width]
-  SlotUses uses;
+  CompressedPooling pooling;  // as in the forward pass
+  const void* d_entries;      // bf16 [entries, width]
+  SlotTargets targets;
   float *d_kv, *d_gate;  // [rows, slots / ratio * width], written
   float* d_ape;          // [ratio, slots / ratio * width], +=, entries in a fixed tree; null: frozen
-  void* workspace;       // pool_entries_backward_workspace(pooling) bytes; null without d_ape
+  void* workspace;       // pool_entries_backward_workspace() bytes, aligned to 16; null if that is 0
 };
 cudaError_t pool_entries_backward(const CompressedPoolingBackward& arguments, cudaStream_t stream);
-size_t pool_entries_backward_workspace(const CompressedPooling& pooling);
+size_t pool_entries_backward_workspace(const CompressedPooling& pooling, int parts, bool with_ape);
 
 // Keeps projected rows for windows that are still open: pending row slot[i] = row from[i], for kv and gate.
 cudaError_t keep_pending(const float* kv, const float* gate, float* pending_kv, float* pending_gate, const int* from,

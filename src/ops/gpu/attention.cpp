@@ -160,7 +160,7 @@ Tensor pool_entries(const Compression& c, const ProjectedRows& rows, const Tenso
   require_kind(at, PointKind::bf16, "pool_entries");
   const kernels::CompressedPooling p = pooling(c, rows, ape);
   Tensor entries = empty({p.entries, p.width}, DType::bf16);
-  check(kernels::pool_entries(p, bf16(entries), nullptr, nullptr, kStream), "pool_entries");
+  check(kernels::pool_entries(p, bf16(entries), kStream), "pool_entries");
   return entries;
 }
 
@@ -168,21 +168,16 @@ void pool_entries_backward(const Compression& c, const ProjectedRows& rows, cons
                            const Tensor& d_kv, const Tensor& d_gate, const Tensor& d_ape) {
   if (d_ape.defined()) not_on_gpu("training of the compressor's position embedding");
   const kernels::CompressedPooling p = pooling(c, rows, ape);
-  // The denominators and the unrounded entries, which the forward pass does not keep: twice the pooling costs less than
-  // their memory.
-  const Tensor entries = empty({p.entries, p.width}, DType::bf16), total = empty({p.entries, p.width}, DType::f32),
-               value = empty({p.entries, p.width}, DType::f32);
-  check(kernels::pool_entries(p, bf16(entries), f32(total), f32(value), kStream), "pool_entries");
-  check(kernels::pool_entries_backward({p,
-                                        f32(total),
-                                        f32(value),
-                                        bf16(d_entries),
-                                        {i32(c.use_begin), i32(c.use)},
-                                        f32(d_kv),
-                                        f32(d_gate),
-                                        nullptr,
-                                        nullptr},
-                                       kStream),
+  const Tensor memory = workspace(kernels::pool_entries_backward_workspace(p, c.parts, false));
+  check(kernels::pool_entries_backward(
+            {p,
+             bf16(d_entries),
+             {i32(c.target), i32(c.joined), i32(c.part_begin), static_cast<int>(c.joined.numel()), c.parts},
+             f32(d_kv),
+             f32(d_gate),
+             nullptr,
+             memory.raw()},
+            kStream),
         "pool_entries_backward");
 }
 

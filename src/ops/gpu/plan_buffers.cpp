@@ -49,11 +49,11 @@ PlanNumbers plan_numbers(const SequencePlan& plan, int index_topk, int group_row
     n.groups = kernels::make_index_groups(plan.csa.visible.begin, range, group_rows);
     n.list_begin.push_back(0);
     for (int count : n.groups.visible_count) n.list_begin.push_back(n.list_begin.back() + std::min(count, index_topk));
-    if (trains) n.csa_uses = kernels::transpose_sources(plan.csa.source, plan.rows(), plan.csa.ratio, plan.csa.slots);
+    if (trains) n.csa_targets = kernels::slot_targets(plan.csa.source, plan.rows(), plan.csa.ratio, plan.csa.slots);
   }
   if (plan.hca.ratio > 0) {
     n.attended = visible_entries(plan.hca.visible);
-    if (trains) n.hca_uses = kernels::transpose_sources(plan.hca.source, plan.rows(), plan.hca.ratio, plan.hca.slots);
+    if (trains) n.hca_targets = kernels::slot_targets(plan.hca.source, plan.rows(), plan.hca.ratio, plan.hca.slots);
   }
   return n;
 }
@@ -73,19 +73,22 @@ void PlanBuffers::visit(const SequencePlan& plan, const PlanNumbers& n, F&& f) {
   list(plan.window.row, room_.window, tensors_.window.row);
   whole(frequencies_.window, window_frequency_);
   whole(frequencies_.compressed, compressed_frequency_);
-  const auto entries = [&](const CompressionPlan& c, const kernels::SlotUseLists& uses, Compression& t, Tensor& place) {
+  const auto entries = [&](const CompressionPlan& c, const kernels::SlotTargetLists& targets, Compression& t,
+                           Tensor& place) {
     if (c.ratio == 0) return;
     whole(c.position, place);
     if (!c.slot.empty()) whole(c.slot, t.slot);
     whole(c.pending_row, t.pending_row);
     whole(c.pending_slot, t.pending_slot);
     whole(c.source, t.source);
-    if (uses.begin.empty()) return;
-    whole(uses.begin, t.use_begin);
-    whole(uses.use, t.use);
+    if (targets.begin.empty()) return;
+    whole(targets.target, t.target);
+    whole(targets.key, t.joined);
+    whole(targets.begin, t.part_begin);
+    t.parts = targets.parts();
   };
-  entries(plan.csa, n.csa_uses, tensors_.csa, csa_position_);
-  entries(plan.hca, n.hca_uses, tensors_.hca, hca_position_);
+  entries(plan.csa, n.csa_targets, tensors_.csa, csa_position_);
+  entries(plan.hca, n.hca_targets, tensors_.hca, hca_position_);
   if (plan.csa.ratio > 0) {
     whole(n.groups.tile_begin, visible_->tile_begin);
     list(n.groups.tile_first, room_.index_tiles, visible_->tile_first);

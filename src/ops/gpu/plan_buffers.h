@@ -22,7 +22,7 @@ struct PlanNumbers {
   KeyLists attended;            // HCA: all that each row may see
   kernels::IndexGroups groups;  // CSA
   std::vector<int> list_begin;
-  kernels::SlotUseLists csa_uses, hca_uses;  // of plans without a cache: only they have a backward pass
+  kernels::SlotTargetLists csa_targets, hca_targets;  // of plans without a cache: only they have a backward pass
 };
 // group_rows: as for make_index_groups.
 PlanNumbers plan_numbers(const SequencePlan& plan, int index_topk, int group_rows = 0);
