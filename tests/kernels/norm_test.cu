@@ -7,6 +7,7 @@
 
 #include "device_data.cuh"
 #include "index_records.h"
+#include "kernels/hopper/vectors.cuh"
 #include "kernels/rotary/rotary.h"
 
 namespace plumb::kernels {
@@ -55,6 +56,20 @@ void expect_gradient(const Vector& gradient, const std::function<double(const Ve
 Vector moved(Vector a, const Vector& step) {
   for (size_t i = 0; i < a.size(); ++i) a[i] += step[i];
   return a;
+}
+
+// ---- the root ----
+// Counts the bit patterns [first, first + 2^24) whose root differs from that of FP64's operations.
+__global__ void __launch_bounds__(256) compare_roots(uint32_t first, int* different) {
+  const float x = __uint_as_float(first + blockIdx.x * 256 + threadIdx.x);
+  const float got = inverse_root(x), want = static_cast<float>(1.0 / sqrt(static_cast<double>(x)));
+  if (__float_as_uint(got) != __float_as_uint(want) && !(got != got && want != want)) atomicAdd(different, 1);
+}
+TEST(Norm, RootsOfAllNumbersAreThoseOfFp64) {
+  Buffer<int> different(std::vector<int>{0});
+  for (uint64_t first = 0; first < uint64_t{1} << 32; first += 1 << 24)
+    compare_roots<<<(1 << 24) / 256, 256>>>(static_cast<uint32_t>(first), different.get());
+  EXPECT_EQ(different.host()[0], 0);
 }
 
 // ---- rows ----

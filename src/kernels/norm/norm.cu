@@ -3,7 +3,9 @@
 // time.
 #include "kernels/norm/norm.h"
 
+#include "kernels/hopper/launch_order.cuh"
 #include "kernels/hopper/vectors.cuh"
+#include "kernels/launch.cuh"
 #include "kernels/norm/partial_sums.cuh"
 
 namespace plumb::kernels {
@@ -12,7 +14,10 @@ namespace {
 
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kNarrow = 1024;  // widest row of a warp
-constexpr int kChunk = 32;     // rows whose d_weight one block sums up
+// Rows whose d_weight one block sums up: about two blocks a multiprocessor for 16,384 rows, which a warp, or else a
+// block has one after the other.
+template <bool kNarrowRow>
+constexpr int kChunk = kNarrowRow ? 64 : 32;
 
 // The threads of a row, and sums over them.
 template <bool kNarrowRow>
@@ -39,6 +44,7 @@ struct Team {
 // A thread has kVectors times eight channels.
 template <int kVectors, bool kNarrowRow>
 __global__ void __launch_bounds__(kThreads) norm_kernel(const __grid_constant__ RmsNorm p) {
+  hopper::take_turn();
   using T = Team<kNarrowRow>;
   __shared__ float shared[kWarps][1];
   const int row = blockIdx.x * T::kRows + T::row();
@@ -48,7 +54,7 @@ __global__ void __launch_bounds__(kThreads) norm_kernel(const __grid_constant__ 
   uint4 in[kVectors];
 #pragma unroll
   for (int i = 0; i < kVectors; ++i)
-    if (channel_of(i) < p.width) in[i] = __ldcs(reinterpret_cast<const uint4*>(x + channel_of(i) * 2));
+    if (channel_of(i) < p.width) in[i] = *reinterpret_cast<const uint4*>(x + channel_of(i) * 2);
   float square[1] = {0};
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
@@ -81,11 +87,16 @@ __global__ void __launch_bounds__(kThreads) norm_kernel(const __grid_constant__ 
 // rows, each team every kRows-th in order.
 template <int kVectors, bool kNarrowRow, bool kWeight>
 __global__ void __launch_bounds__(kThreads) norm_backward_kernel(const __grid_constant__ RmsNormBackward p) {
+  // The sum of d_weight behind it gains nothing from coming early, and takes room.
+  if constexpr (kWeight)
+    hopper::wait_for_earlier_launches();
+  else
+    hopper::take_turn();
   using T = Team<kNarrowRow>;
   __shared__ float shared[2][kWarps][2];  // by parity of the row
   const auto channel_of = [](int i) { return (i * T::kSize + T::thread()) * 8; };
   float d_weight[kVectors][8] = {};
-  const int rows = kWeight ? kChunk : T::kRows, first = blockIdx.x * rows, last = min(p.rows, first + rows);
+  const int rows = kWeight ? kChunk<kNarrowRow> : T::kRows, first = blockIdx.x * rows, last = min(p.rows, first + rows);
   for (int row = first + T::row(), parity = 0; row < last; row += T::kRows, parity ^= 1) {
     uint4 xs[kVectors], ds[kVectors];
 #pragma unroll
@@ -164,13 +175,13 @@ template <int kVectors, bool kNarrowRow>
 void launch_backward(const RmsNormBackward& p, cudaStream_t stream) {
   if (p.d_weight == nullptr) {
     const int blocks = blocks_for(p.rows, Team<kNarrowRow>::kRows);
-    norm_backward_kernel<kVectors, kNarrowRow, false><<<blocks, kThreads, 0, stream>>>(p);
+    launch_dependent(norm_backward_kernel<kVectors, kNarrowRow, false>, {dim3(blocks), kThreads}, stream, p);
     return;
   }
-  const int chunks = blocks_for(p.rows, kChunk);
-  norm_backward_kernel<kVectors, kNarrowRow, true><<<chunks, kThreads, 0, stream>>>(p);
-  add_partial_sums<<<p.width / 32, kPartialSumThreads, 0, stream>>>(static_cast<const float*>(p.workspace), chunks,
-                                                                    p.width, p.d_weight);
+  const int chunks = blocks_for(p.rows, kChunk<kNarrowRow>);
+  launch_dependent(norm_backward_kernel<kVectors, kNarrowRow, true>, {dim3(chunks), kThreads}, stream, p);
+  launch_dependent(add_partial_sums, {dim3(p.width / 32), kPartialSumThreads}, stream,
+                   static_cast<const float*>(p.workspace), chunks, p.width, p.d_weight);
 }
 
 // Calls f.template operator()<vectors of a thread, narrow row>().
@@ -190,13 +201,16 @@ cudaError_t rms_norm(const RmsNorm& p, cudaStream_t stream) {
   if (wrong_shape(p.rows, p.width) || (p.values != nullptr) != (p.scales != nullptr)) return cudaErrorInvalidValue;
   if (p.rows == 0) return cudaSuccess;
   dispatch(p.width, [&]<int kVectors, bool kNarrowRow>() {
-    norm_kernel<kVectors, kNarrowRow><<<blocks_for(p.rows, Team<kNarrowRow>::kRows), kThreads, 0, stream>>>(p);
+    launch_dependent(norm_kernel<kVectors, kNarrowRow>, {dim3(blocks_for(p.rows, Team<kNarrowRow>::kRows)), kThreads},
+                     stream, p);
   });
   return cudaGetLastError();
 }
 
 size_t rms_norm_backward_workspace(int rows, int width) {
-  return sizeof(float) * ((rows + norm::kChunk - 1) / norm::kChunk) * static_cast<size_t>(width);
+  using namespace norm;
+  const int chunks = blocks_for(rows, width <= kNarrow ? kChunk<true> : kChunk<false>);
+  return sizeof(float) * chunks * static_cast<size_t>(width);
 }
 
 cudaError_t rms_norm_backward(const RmsNormBackward& p, cudaStream_t stream) {

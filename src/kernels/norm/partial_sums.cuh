@@ -4,6 +4,9 @@
 
 #include <cstddef>
 
+#include "kernels/hopper/launch_order.cuh"
+#include "kernels/launch.cuh"
+
 namespace plumb::kernels {
 
 // d[i] += the sum of partial[0 .. count)[i]: what blocks of rows leave of a weight's gradient. A warp adds a run of
@@ -11,6 +14,7 @@ namespace plumb::kernels {
 constexpr int kPartialSumThreads = 512;
 static __global__ void __launch_bounds__(kPartialSumThreads)
     add_partial_sums(const float* partial, int count, int width, float* d) {
+  hopper::take_turn();
   constexpr int kRuns = kPartialSumThreads / 32;
   __shared__ float sums[kRuns][32];
   const int run = threadIdx.x / 32, lane = threadIdx.x % 32, channel = blockIdx.x * 32 + lane;

@@ -4,14 +4,23 @@
 // Pairs of channels stay packed as bf16 from the transform on.
 #include <cuda_fp8.h>
 
+#include "kernels/hopper/code.cuh"
+#include "kernels/hopper/launch_order.cuh"
 #include "kernels/hopper/vectors.cuh"
 #include "kernels/indexer/indexer.h"
+#include "kernels/launch.cuh"
 #include "kernels/rotary/index_vectors.h"
+#include "kernels/rotary/pairs.cuh"
 #include "kernels/rotary/rotate.cuh"
 
 namespace plumb::kernels {
 namespace rotary {
 namespace {
+// Rounded to bf16, as floats.
+__device__ __forceinline__ void round_eight(float (&v)[8]) {
+#pragma unroll
+  for (int k = 0; k < 8; ++k) v[k] = __uint_as_float(hopper::pack_bf16(0, v[k]));
+}
 
 constexpr int kLanes = 2, kThreads = 128, kBlockVectors = kThreads / kLanes;
 constexpr int kScaleBlocks = kIndexDim / 32, kChannels = kIndexDim / kLanes, kPieces = kChannels / 8;
@@ -47,7 +56,7 @@ __device__ __forceinline__ void weighted_norm(Lane& v, const float* weight, floa
     load_eight(weight + i / 2 * 32 + lane_of_vector() * 16 + i % 2 * 8, w);
 #pragma unroll
     for (int k = 0; k < 8; ++k) v[i][k] = v[i][k] * rho * w[k];
-    unpack(pack(v[i]), v[i]);
+    round_eight(v[i]);
   }
 }
 
@@ -72,9 +81,6 @@ __device__ __forceinline__ void hadamard(Lane& v) {
   for (int i = 0; i < kChannels; ++i) all[i] *= 0.08838834764831845f;
 }
 
-using Pair = __nv_bfloat162;
-__device__ __forceinline__ Pair as_pair(uint32_t bits) { return *reinterpret_cast<const Pair*>(&bits); }
-__device__ __forceinline__ uint32_t bits_of(Pair pair) { return *reinterpret_cast<const uint32_t*>(&pair); }
 // A power of two, twice.
 __device__ __forceinline__ uint32_t pair_of(float power) { return __byte_perm(__float_as_uint(power), 0, 0x3232); }
 
@@ -205,9 +211,24 @@ __device__ __forceinline__ void store_record(const Lane& v, uint8_t* record) {
       make_uint4(static_cast<uint32_t>(high) << 23, __float_as_uint(length), exponents, 0);
 }
 
+// Asks for the vectors of a block that will come in place of one of those that are here now, so that it finds them in
+// the L2 cache: few registers are left for loads that are under way while a block computes.
+constexpr unsigned kBlocksAhead = 264;
+__device__ __forceinline__ void prefetch_later_vectors(const FinishVectors& p) {
+  if constexpr (hopper::kHasCode) {
+    const unsigned first = (blockIdx.x + kBlocksAhead) * kBlockVectors;
+    if (threadIdx.x != 0 || first + kBlockVectors > static_cast<unsigned>(p.rows) * p.vectors) return;
+    constexpr int kBytes = kIndexDim * 2;
+    const uint8_t* x = static_cast<const uint8_t*>(p.x) + static_cast<size_t>(first) * kBytes;
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(x), "r"(kBlockVectors * kBytes));
+  }
+}
+
 template <bool kNormed>
 __global__ void __launch_bounds__(kThreads, kNormed ? 4 : 6)
     index_vectors_kernel(const __grid_constant__ FinishVectors p) {
+  hopper::take_turn();
+  prefetch_later_vectors(p);
   const int lane = lane_of_vector();
   const unsigned vector = blockIdx.x * kBlockVectors + threadIdx.x / kLanes, vectors = p.vectors;
   const bool exists = vector < static_cast<unsigned>(p.rows) * vectors;
@@ -224,7 +245,7 @@ __global__ void __launch_bounds__(kThreads, kNormed ? 4 : 6)
 #pragma unroll
   for (int i = kPieces / 2; i < kPieces; ++i) {  // the upper half is rotated
     rotate_eight(v[i], load_angles(angle + (i / 2 - kScaleBlocks / 2) * 16 + i % 2 * 4), 1);
-    unpack(pack(v[i]), v[i]);
+    round_eight(v[i]);
   }
   hadamard(v);
   const size_t to = p.slot ? static_cast<size_t>(__ldg(p.slot + row)) * vectors + vector % vectors : vector;
@@ -237,9 +258,9 @@ cudaError_t finish_index_vectors(const FinishVectors& p, cudaStream_t stream) {
   if (p.width != kIndexDim || p.norm == VectorNorm::plain) return cudaErrorInvalidValue;
   const unsigned blocks = (static_cast<unsigned>(p.rows) * p.vectors + kBlockVectors - 1) / kBlockVectors;
   if (p.norm == VectorNorm::none)
-    index_vectors_kernel<false><<<blocks, kThreads, 0, stream>>>(p);
+    launch_dependent(index_vectors_kernel<false>, {dim3(blocks), kThreads}, stream, p);
   else
-    index_vectors_kernel<true><<<blocks, kThreads, 0, stream>>>(p);
+    launch_dependent(index_vectors_kernel<true>, {dim3(blocks), kThreads}, stream, p);
   return cudaGetLastError();
 }
 

@@ -5,9 +5,12 @@
 
 #include <climits>
 
+#include "kernels/hopper/launch_order.cuh"
 #include "kernels/hopper/vectors.cuh"
+#include "kernels/launch.cuh"
 #include "kernels/norm/partial_sums.cuh"
 #include "kernels/rotary/index_vectors.h"
+#include "kernels/rotary/pairs.cuh"
 #include "kernels/rotary/rotate.cuh"
 
 namespace plumb::kernels {
@@ -65,41 +68,44 @@ __device__ __forceinline__ void hadamard_128(float (&v)[8]) {
   for (int i = 0; i < 8; ++i) v[i] *= 0.08838834764831845f;
 }
 
-// The largest magnitude of eight neighbouring lanes' channels, infinity for a NaN.
-__device__ __forceinline__ float largest(const float (&v)[8]) {
-  uint32_t top = 0;  // magnitudes order like their bits, NaN last
-#pragma unroll
-  for (int i = 0; i < 8; ++i) top = max(top, __float_as_uint(v[i]) & 0x7fffffffu);
-#pragma unroll
-  for (int step = 4; step; step /= 2) top = max(top, __shfl_xor_sync(~0u, top, step));
-  return __uint_as_float(min(top, 0x7f800000u));
-}
-
 // The smallest power of two at or above x; x is normal.
 __device__ __forceinline__ float power_above(float x) {
   return __uint_as_float((__float_as_uint(x) + 0x007fffffu) & 0x7f800000u);
 }
 
-// Replaces eight lanes' channels, 64, by the nearest values that e4m3 with a power-of-two scale can hold of them. A
-// block whose largest magnitude is infinite becomes NaN.
-__device__ __forceinline__ void store_as_fp8(float (&v)[8]) {
-  const float top = largest(v), scale = power_above(__fmul_rn(fmaxf(top, 1e-4f), 1.0f / 448.0f));
-  const float inverse = inverse_of_power(scale), back = top < INFINITY ? scale : NAN;
+// The nearest values that e4m3 with a power-of-two scale can hold of eight lanes' channels, 64. A block whose largest
+// magnitude is infinite becomes NaN. Channels stay packed: the numbers of e4m3 and their sum with 192 steps of their
+// grid are bf16 numbers, so that this addition rounds to the grid, to nearest even.
+__device__ __forceinline__ uint4 nearest_fp8(const uint4& x) {
+  const uint32_t pair[4] = {x.x, x.y, x.z, x.w};
+  uint32_t size[4], top = 0;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float magnitude = fminf(fabsf(v[i] * inverse), 448.0f);
-    // 1.5 * 2^23 grid steps: adding them leaves no bits below the step, rounded to nearest even by the addition itself.
-    // Three bits behind the leading one; 2^-6 is the smallest binade.
-    const uint32_t binade = __float_as_uint(fmaxf(magnitude, 0x1p-6f)) & 0x7f800000u;
-    const float steps = __uint_as_float(binade + (((23 - 3) << 23) | 0x00400000));
-    v[i] = copysignf(__fsub_rn(__fadd_rn(magnitude, steps), steps), v[i]) * back;
+  for (int i = 0; i < 4; ++i) size[i] = pair[i] & 0x7fff7fffu, top = __vmaxu2(top, size[i]);
+  top = max(top & 0xffffu, top >> 16);  // magnitudes order like their bits, NaN last
+#pragma unroll
+  for (int step = 4; step; step /= 2) top = max(top, __shfl_xor_sync(~0u, top, step));
+  if (top >= 0x7f80) return make_uint4(0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu);
+  // No channel is above 448 scales.
+  const float scale = power_above(__fmul_rn(fmaxf(__uint_as_float(top << 16), 1e-4f), 1.0f / 448.0f));
+  const uint32_t exponent = __float_as_uint(scale) >> 16;
+  const Pair back = as_pair(exponent * 0x10001u), inverse = as_pair((0x7f00 - exponent) * 0x10001u);
+  const uint32_t smallest = (exponent - (6 << 7)) * 0x10001u;  // binade: its grid goes on below
+  // From a channel's binade to 192 steps, an eighth of a binade each, of the channel over the scale.
+  const uint32_t steps = ((127 << 7) - exponent + (4 << 7) + 0x40) * 0x10001u;
+  uint32_t result[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const Pair anchor = as_pair((__vmaxu2(size[i], smallest) & 0x7f807f80u) + steps);
+    const uint32_t nearest = bits_of(__hmul2_rn(__hsub2_rn(__hfma2(as_pair(pair[i]), inverse, anchor), anchor), back));
+    result[i] = (nearest & 0x7fff7fffu) | (pair[i] & 0x80008000u);  // zeros keep their signs
   }
+  return make_uint4(result[0], result[1], result[2], result[3]);
 }
-__device__ __forceinline__ void round_eight(float (&v)[8]) { unpack(pack(v), v); }
 
 // ---- kernels ----
 __global__ void __launch_bounds__(kThreads)
     table_kernel(const int* position, const float* frequency, int count, float2* table) {
+  hopper::take_turn();
   const int i = blockIdx.x * kThreads + threadIdx.x;
   if (i >= count) return;
   const double angle = __fmul_rn(static_cast<float>(position[i / kPairs]), frequency[i % kPairs]);
@@ -109,49 +115,47 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <int kWidth, VectorNorm kNorm, VectorStorage kStorage, int kTogether>
-__global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant__ FinishVectors p) {
+__global__ void __launch_bounds__(kThreads, kTogether == 1 ? 5 : 1)
+    finish_kernel(const __grid_constant__ FinishVectors p) {
+  hopper::take_turn();
   using L = Layout<kWidth, kTogether>;
   const int group = threadIdx.x / L::kLanes, lane = threadIdx.x % L::kLanes;
   const unsigned count = static_cast<unsigned>(p.rows) * p.vectors, first = blockIdx.x * L::kBlockVectors + group;
   const bool tail = has_tail<L::kLanes>(lane);
-  // One vector: what is needed later is on its way together with it.
-  constexpr bool kEarly = kTogether == 1;
-  float weight[L::kPieces][8];
+  constexpr bool kEarly = kTogether == 1;  // the angles are on their way together with the one vector
+  constexpr int kLast = L::kPieces - 1;
   Angles angles;
-  const auto load_weight = [&] {
-    if constexpr (kNorm == VectorNorm::weighted)
-#pragma unroll
-      for (int i = 0; i < L::kPieces; ++i) load_eight(p.weight + 8 * (i * L::kLanes + lane), weight[i]);
-  };
   uint4 in[kTogether][L::kPieces];
 #pragma unroll
   for (int t = 0; t < kTogether; ++t) {
     const unsigned vector = first + t * L::kGroups;
-    if (vector < count)
 #pragma unroll
-      for (int i = 0; i < L::kPieces; ++i)
-        in[t][i] = __ldcs(static_cast<const uint4*>(p.x) + size_t{vector} * (kWidth / 8) + i * L::kLanes + lane);
+    for (int i = 0; i < L::kPieces; ++i) {
+      in[t][i] = make_uint4(0, 0, 0, 0);
+      if (vector < count)
+        in[t][i] = static_cast<const uint4*>(p.x)[size_t{vector} * (kWidth / 8) + i * L::kLanes + lane];
+    }
   }
-  if constexpr (kEarly) {
-    load_weight();
-    if (tail && first < count) angles = tail_angles<L::kLanes>(p.table, first / static_cast<unsigned>(p.vectors), lane);
-  }
+  if (kEarly && tail && first < count)
+    angles = tail_angles<L::kLanes>(p.table, first / static_cast<unsigned>(p.vectors), lane);
 #pragma unroll
   for (int t = 0; t < kTogether; ++t) {
     const unsigned vector = first + t * L::kGroups;
     if (__all_sync(~0u, vector >= count)) return;
     const bool exists = vector < count;
     const unsigned row = exists ? vector / static_cast<unsigned>(p.vectors) : 0;
-    float v[L::kPieces][8], square = 0;
-#pragma unroll
-    for (int i = 0; i < L::kPieces; ++i) {
-      unpack(exists ? in[t][i] : make_uint4(0, 0, 0, 0), v[i]);
-#pragma unroll
-      for (int k = 0; k < 8; ++k) square = fmaf(v[i][k], v[i][k], square);
-    }
     if constexpr (kNorm != VectorNorm::none) {
+      float v[L::kPieces][8], weight[L::kPieces][8], square = 0;
+#pragma unroll
+      for (int i = 0; i < L::kPieces; ++i) {
+        unpack(in[t][i], v[i]);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) square = fmaf(v[i][k], v[i][k], square);
+      }
+      if constexpr (kNorm == VectorNorm::weighted)  // on their way while the sum is made
+#pragma unroll
+        for (int i = 0; i < L::kPieces; ++i) load_eight(p.weight + 8 * (i * L::kLanes + lane), weight[i]);
       const float rho = inverse_rms(group_sum<L::kLanes>(square), kWidth, p.eps);
-      if constexpr (!kEarly) load_weight();
 #pragma unroll
       for (int i = 0; i < L::kPieces; ++i) {
 #pragma unroll
@@ -159,25 +163,21 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
           v[i][k] *= rho;
           if constexpr (kNorm == VectorNorm::weighted) v[i][k] *= weight[i][k];
         }
-        round_eight(v[i]);
+        in[t][i] = pack(v[i]);
       }
     }
-    constexpr int kLast = L::kPieces - 1;
     if (tail) {
       if constexpr (!kEarly) angles = tail_angles<L::kLanes>(p.table, row, lane);
-      rotate_eight(v[kLast], angles, 1);
-      round_eight(v[kLast]);
+      float v[8];
+      unpack(in[t][kLast], v);
+      rotate_eight(v, angles, 1);
+      in[t][kLast] = pack(v);
     }
     if constexpr (kStorage == VectorStorage::fp8) {
 #pragma unroll
       for (int i = 0; i < L::kPieces; ++i) {
-        float stored[8];
-#pragma unroll
-        for (int k = 0; k < 8; ++k) stored[k] = v[i][k];
-        store_as_fp8(stored);
-        if (i < kLast || !tail)
-#pragma unroll
-          for (int k = 0; k < 8; ++k) v[i][k] = stored[k];
+        const uint4 stored = nearest_fp8(in[t][i]);
+        if (i < kLast || !tail) in[t][i] = stored;
       }
     }
     if (!exists) continue;
@@ -185,23 +185,28 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant_
         p.slot ? static_cast<size_t>(__ldg(p.slot + row)) * p.vectors + vector % static_cast<unsigned>(p.vectors)
                : vector;
 #pragma unroll
-    for (int i = 0; i < L::kPieces; ++i)
-      static_cast<uint4*>(p.y)[to * (kWidth / 8) + i * L::kLanes + lane] = pack(v[i]);
+    for (int i = 0; i < L::kPieces; ++i) static_cast<uint4*>(p.y)[to * (kWidth / 8) + i * L::kLanes + lane] = in[t][i];
   }
 }
 
-constexpr int kBackwardRounds = 8;  // of a block: vectors whose d_weight it sums up, in units of Layout::kBlockVectors
+// Of a block: vectors whose d_weight it sums up, in units of Layout::kBlockVectors.
+template <int kWidth>
+constexpr int kBackwardRounds = kWidth == 512 ? 4 : 1;
 
 template <int kWidth, VectorNorm kNorm, VectorStorage kStorage, bool kWeight, int kBlockTogether>
 __global__ void __launch_bounds__(kThreads) finish_backward_kernel(const __grid_constant__ FinishVectorsBackward p) {
+  if constexpr (kWeight)  // as in norm.cu
+    hopper::wait_for_earlier_launches();
+  else
+    hopper::take_turn();
   using L = Layout<kWidth, kBlockTogether>;
   constexpr int kLast = L::kPieces - 1;
   const int group = threadIdx.x / L::kLanes, lane = threadIdx.x % L::kLanes;
   const unsigned count = static_cast<unsigned>(p.rows) * p.vectors;
   float d_weight[L::kPieces][8] = {};
 #pragma unroll 1
-  for (int round = 0; round < (kWeight ? kBackwardRounds : 1); ++round) {
-    const unsigned first = (blockIdx.x * (kWeight ? kBackwardRounds : 1) + round) * L::kBlockVectors + group;
+  for (int round = 0; round < (kWeight ? kBackwardRounds<kWidth> : 1); ++round) {
+    const unsigned first = (blockIdx.x * (kWeight ? kBackwardRounds<kWidth> : 1) + round) * L::kBlockVectors + group;
     // At a time; with a norm two inputs are in flight.
     constexpr int kTogether = kNorm == VectorNorm::none || kBlockTogether == 1 ? kBlockTogether : kBlockTogether / 2;
 #pragma unroll 1
@@ -219,25 +224,40 @@ __global__ void __launch_bounds__(kThreads) finish_backward_kernel(const __grid_
           if constexpr (kNorm != VectorNorm::none) xs[t][i] = static_cast<const uint4*>(p.x)[at];
         }
       }
+      // One vector: what is needed later is on its way together with it.
+      constexpr bool kEarly = kTogether == 1;
+      float w[L::kPieces][8];
+      Angles angles;
+      const auto load_weight = [&] {
+        if constexpr (kNorm == VectorNorm::weighted)
+#pragma unroll
+          for (int i = 0; i < L::kPieces; ++i) load_eight(p.weight + 8 * (i * L::kLanes + lane), w[i]);
+      };
+      const auto load_tail_angles = [&](int t) {
+        const unsigned vector = first + (part + t) * L::kGroups;
+        if (has_tail<L::kLanes>(lane))
+          angles =
+              tail_angles<L::kLanes>(p.table, vector < count ? vector / static_cast<unsigned>(p.vectors) : 0, lane);
+      };
+      if constexpr (kEarly) load_weight(), load_tail_angles(0);
 #pragma unroll
       for (int t = 0; t < kTogether; ++t) {
         const unsigned vector = first + (part + t) * L::kGroups;
-        const unsigned row = vector < count ? vector / static_cast<unsigned>(p.vectors) : 0;
         float d[L::kPieces][8], x[L::kPieces][8];
 #pragma unroll
         for (int i = 0; i < L::kPieces; ++i) unpack(ds[t][i], d[i]), unpack(xs[t][i], x[i]);
         if constexpr (kStorage == VectorStorage::fp4_record) hadamard_128(d[0]);  // its own transpose
-        if (has_tail<L::kLanes>(lane)) rotate_eight(d[kLast], tail_angles<L::kLanes>(p.table, row, lane), -1);
+        if constexpr (!kEarly) load_tail_angles(t);
+        if (has_tail<L::kLanes>(lane)) rotate_eight(d[kLast], angles, -1);
         if constexpr (kNorm != VectorNorm::none) {
           float square = 0, along = 0;
+          if constexpr (!kEarly) load_weight();
 #pragma unroll
           for (int i = 0; i < L::kPieces; ++i) {
-            float w[8];
-            if constexpr (kNorm == VectorNorm::weighted) load_eight(p.weight + 8 * (i * L::kLanes + lane), w);
 #pragma unroll
             for (int k = 0; k < 8; ++k) {
               square = fmaf(x[i][k], x[i][k], square);
-              const float g = kNorm == VectorNorm::weighted ? w[k] * d[i][k] : d[i][k];
+              const float g = kNorm == VectorNorm::weighted ? __fmul_rn(w[i][k], d[i][k]) : d[i][k];
               along = fmaf(g, x[i][k], along);
             }
           }
@@ -245,13 +265,11 @@ __global__ void __launch_bounds__(kThreads) finish_backward_kernel(const __grid_
           const float slope = group_sum<L::kLanes>(along) * rho * rho / static_cast<float>(kWidth);
 #pragma unroll
           for (int i = 0; i < L::kPieces; ++i) {
-            float w[8];
-            if constexpr (kNorm == VectorNorm::weighted) load_eight(p.weight + 8 * (i * L::kLanes + lane), w);
 #pragma unroll
             for (int k = 0; k < 8; ++k) {
               if constexpr (kWeight) d_weight[i][k] = fmaf(d[i][k], x[i][k] * rho, d_weight[i][k]);
-              const float g = kNorm == VectorNorm::weighted ? w[k] * d[i][k] : d[i][k];
-              d[i][k] = rho * (g - x[i][k] * slope);
+              const float g = kNorm == VectorNorm::weighted ? __fmul_rn(w[i][k], d[i][k]) : d[i][k];
+              d[i][k] = rho * fmaf(-x[i][k], slope, g);
             }
           }
         }
@@ -281,6 +299,7 @@ __global__ void __launch_bounds__(kThreads) finish_backward_kernel(const __grid_
 // Eight lanes have the tail of a vector.
 __global__ void __launch_bounds__(kThreads)
     rotate_kernel(uint4* x, const float2* table, unsigned count, unsigned vectors, int width, float direction) {
+  hopper::take_turn();
   const unsigned vector = blockIdx.x * (kThreads / 8) + threadIdx.x / 8, lane = threadIdx.x % 8;
   if (vector >= count) return;
   const Angles angles = load_angles(table + size_t{vector / vectors} * kPairs + lane * 4);
@@ -303,33 +322,38 @@ template <int kWidth, VectorNorm kNorm, VectorStorage kStorage>
 void launch_finish(const FinishVectors& p, cudaStream_t stream) {
   const int64_t vectors = static_cast<int64_t>(p.rows) * p.vectors;
   if (vectors < kManyVectors)
-    finish_kernel<kWidth, kNorm, kStorage, 1>
-        <<<blocks_for(vectors, Layout<kWidth, 1>::kBlockVectors), kThreads, 0, stream>>>(p);
+    launch_dependent(finish_kernel<kWidth, kNorm, kStorage, 1>,
+                     {dim3(blocks_for(vectors, Layout<kWidth, 1>::kBlockVectors)), kThreads}, stream, p);
   else
-    finish_kernel<kWidth, kNorm, kStorage, 4>
-        <<<blocks_for(vectors, Layout<kWidth, 4>::kBlockVectors), kThreads, 0, stream>>>(p);
+    launch_dependent(finish_kernel<kWidth, kNorm, kStorage, 4>,
+                     {dim3(blocks_for(vectors, Layout<kWidth, 4>::kBlockVectors)), kThreads}, stream, p);
 }
 
 // Blocks that sum up d_weight take the same vectors whatever their number: the sum has one tree.
 constexpr int kWeightTogether = 2;
+template <int kWidth>
+constexpr int weight_block() {
+  return Layout<kWidth, kWeightTogether>::kBlockVectors * kBackwardRounds<kWidth>;
+}
 
 template <int kWidth, VectorNorm kNorm, VectorStorage kStorage>
 void launch_backward(const FinishVectorsBackward& p, cudaStream_t stream) {
   const int64_t vectors = static_cast<int64_t>(p.rows) * p.vectors;
   if constexpr (kNorm == VectorNorm::weighted)
     if (p.d_weight) {
-      const int blocks = blocks_for(vectors, Layout<kWidth, kWeightTogether>::kBlockVectors * kBackwardRounds);
-      finish_backward_kernel<kWidth, kNorm, kStorage, true, kWeightTogether><<<blocks, kThreads, 0, stream>>>(p);
-      add_partial_sums<<<kWidth / 32, kPartialSumThreads, 0, stream>>>(static_cast<const float*>(p.workspace), blocks,
-                                                                       kWidth, p.d_weight);
+      const int blocks = blocks_for(vectors, weight_block<kWidth>());
+      launch_dependent(finish_backward_kernel<kWidth, kNorm, kStorage, true, kWeightTogether>, {dim3(blocks), kThreads},
+                       stream, p);
+      launch_dependent(add_partial_sums, {dim3(kWidth / 32), kPartialSumThreads}, stream,
+                       static_cast<const float*>(p.workspace), blocks, kWidth, p.d_weight);
       return;
     }
   if (vectors < kManyVectors)
-    finish_backward_kernel<kWidth, kNorm, kStorage, false, 1>
-        <<<blocks_for(vectors, Layout<kWidth, 1>::kBlockVectors), kThreads, 0, stream>>>(p);
+    launch_dependent(finish_backward_kernel<kWidth, kNorm, kStorage, false, 1>,
+                     {dim3(blocks_for(vectors, Layout<kWidth, 1>::kBlockVectors)), kThreads}, stream, p);
   else
-    finish_backward_kernel<kWidth, kNorm, kStorage, false, 4>
-        <<<blocks_for(vectors, Layout<kWidth, 4>::kBlockVectors), kThreads, 0, stream>>>(p);
+    launch_dependent(finish_backward_kernel<kWidth, kNorm, kStorage, false, 4>,
+                     {dim3(blocks_for(vectors, Layout<kWidth, 4>::kBlockVectors)), kThreads}, stream, p);
 }
 
 // Calls f.template operator()<width, norm, storage>() for the combinations that the model has; false for others.
@@ -360,8 +384,8 @@ cudaError_t rotary_table(const int* position, const float* frequency, int rows, 
   if (rows < 0) return cudaErrorInvalidValue;
   if (rows == 0) return cudaSuccess;
   const int count = rows * kPairs;
-  table_kernel<<<(count + kThreads - 1) / kThreads, kThreads, 0, stream>>>(position, frequency, count,
-                                                                           static_cast<float2*>(table));
+  launch_dependent(table_kernel, {dim3((count + kThreads - 1) / kThreads), kThreads}, stream, position, frequency,
+                   count, static_cast<float2*>(table));
   return cudaGetLastError();
 }
 
@@ -378,10 +402,8 @@ cudaError_t finish_vectors(const FinishVectors& p, cudaStream_t stream) {
 }
 
 size_t finish_vectors_backward_workspace(int rows, int vectors, int width) {
-  const int block = width == 512 ? rotary::Layout<512, rotary::kWeightTogether>::kBlockVectors
-                                 : rotary::Layout<128, rotary::kWeightTogether>::kBlockVectors;
-  return sizeof(float) * width *
-         static_cast<size_t>(rotary::blocks_for(static_cast<int64_t>(rows) * vectors, block * rotary::kBackwardRounds));
+  const int block = width == 512 ? rotary::weight_block<512>() : rotary::weight_block<128>();
+  return sizeof(float) * width * static_cast<size_t>(rotary::blocks_for(static_cast<int64_t>(rows) * vectors, block));
 }
 
 cudaError_t finish_vectors_backward(const FinishVectorsBackward& p, cudaStream_t stream) {
@@ -401,8 +423,9 @@ cudaError_t rotate_tails(void* x, const void* table, int rows, int vectors, int 
   if (too_many(rows, vectors) || width < kRotaryChannels || width % 8 != 0) return cudaErrorInvalidValue;
   if (rows == 0) return cudaSuccess;
   const int64_t count = static_cast<int64_t>(rows) * vectors;
-  rotate_kernel<<<blocks_for(count, kThreads / 8), kThreads, 0, stream>>>(
-      static_cast<uint4*>(x), static_cast<const float2*>(table), count, vectors, width, inverse ? -1.f : 1.f);
+  launch_dependent(rotate_kernel, {dim3(blocks_for(count, kThreads / 8)), kThreads}, stream, static_cast<uint4*>(x),
+                   static_cast<const float2*>(table), static_cast<unsigned>(count), static_cast<unsigned>(vectors),
+                   width, inverse ? -1.f : 1.f);
   return cudaGetLastError();
 }
 
