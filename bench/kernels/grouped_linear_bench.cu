@@ -15,6 +15,7 @@
 #include "kernels/grouped_linear/grouped_linear.h"
 #include "kernels/grouped_linear/route.h"
 #include "kernels/launch.cuh"
+#include "kernels/router/router.h"
 
 namespace {
 
@@ -90,6 +91,8 @@ struct DevicePlan {
     check_cuda(cudaMalloc(&first, rows.size() * 4), "cudaMalloc");
     check_cuda(cudaMemcpy(first, rows.data(), rows.size() * 4, cudaMemcpyHostToDevice), "copy");
     make_plan(first, plan, nullptr);
+    check_cuda(cudaDeviceSynchronize(), "plan");
+    plan.settled = true;
   }
   DevicePlan(const DevicePlan&) = delete;
   ~DevicePlan() { cudaFree(plan.workspace), cudaFree(first); }
@@ -148,6 +151,49 @@ void decode_runs(Report& report, const char* layer, const Weights& w, const Rows
                    std::to_string(active) + " experts x " + std::to_string(rows_each) + " rows, tile " +
                    std::to_string(width),
                bytes, ms);
+}
+
+// The experts of one token's layer as a decode step runs them: products alone, and from the router's logits to the sum
+// of the experts' rows. Bytes are those of the packed weights.
+void chain_runs(Report& report, const Weights& fc1, const Weights& fc2, const uint16_t* x, const Rows& r) {
+  constexpr int kTopK = 6, kSets = 16;
+  const std::string format = fc1.format == WeightFormat::fp4 ? " FP4" : " FP8";
+  const auto bytes_of = [](const Weights& w) {
+    return double(kTopK) * (w.n / kRecordRows) * (w.k / kBlock) * record_bytes(w.format);
+  };
+  const double bytes = bytes_of(fc1) + bytes_of(fc2);
+  const Array<float> logits(size_t(kSets) * kExperts, 1.0f, 21);
+  const Array<int> expert(kTopK), first(kExperts + 1), source(kTopK), slots(kTopK);
+  const Array<float> weight(kTopK), route(kTopK);
+  const Array<uint16_t> sum(fc2.n);
+  Plan plan{kExperts, kTopK, fc1.n, best_width(kTopK, kExperts), nullptr};
+  const Array<uint4> workspace(plan_bytes(kExperts, kTopK, fc1.n, plan.width) / sizeof(uint4) + 1);
+  plan.workspace = workspace.get(), plan.settled = true;
+  const Choices choices{expert.get(), weight.get(), 1, kTopK, kExperts};
+  const auto router = [&](int set, cudaStream_t stream) {
+    router::route(logits.get() + size_t(set) * kExperts, {1, kExperts, kTopK}, {nullptr, nullptr, nullptr, 0, 1.5f},
+                  expert.get(), weight.get(), nullptr, stream);
+    sort_by_expert(choices, {first.get(), source.get(), route.get(), slots.get()}, nullptr, stream, &plan);
+    quantise_rows(x, source.get(), kTopK, fc1.k, r.values, r.scales, stream);
+  };
+  const auto products = [&](const Plan& p, cudaStream_t stream) {
+    linear_swiglu(fc1, r.activations(kTopK), p, r.route, 10.0f, r.hidden, r.hidden_scales, stream);
+    linear(fc2, {r.hidden, r.hidden_scales, kTopK}, p, r.out, stream);
+  };
+  std::vector<std::unique_ptr<DevicePlan>> plans;
+  for (int s = 0; s < kSets; ++s) {
+    std::vector<int> counts(kExperts, 0);
+    for (int i = 0; i < kTopK; ++i) counts[(s * kTopK + i) * 41 % kExperts] = 1;
+    plans.push_back(std::make_unique<DevicePlan>(counts, fc1.n, plan.width));
+  }
+  report.bytes("fc1 and fc2" + format + ", decoding, 6 experts x 1 rows", bytes,
+               graph_ms(4 * kSets, [&](int i, cudaStream_t stream) { products(plans[i % kSets]->plan, stream); }));
+  report.bytes("router to sum" + format + ", decoding, 6 experts x 1 rows", bytes,
+               graph_ms(4 * kSets, [&](int i, cudaStream_t stream) {
+                 router(i % kSets, stream);
+                 products(plan, stream);
+                 combine(r.out, slots.get(), nullptr, 1, kTopK, fc2.n, sum.get(), stream);
+               }));
 }
 
 void dense_runs(Report& report, const Rows& r) {
@@ -237,8 +283,10 @@ int main(int argc, char** argv) {
         decode_runs(report, "fc1", w, r, 6, 1, 8, true);
     if (format == WeightFormat::fp4)
       decode_runs(report, "fc1", w, r, 256, 16, 16, true), decode_runs(report, "fc1", w, r, 256, 64, 64, true);
-    release(w);
+    const Weights fc1 = w;
     w = random_weights(format, kExperts, 4096, 2048);
+    chain_runs(report, fc1, w, x, r);
+    release(fc1);
     quantise_rows(x, nullptr, kRows, 2048, r.values, r.scales, nullptr);
     wide_runs(report, "fc2", w, r, false);
     decode_runs(report, "fc2", w, r, 256, 8, 8, false), decode_runs(report, "fc2", w, r, 48, 8, 8, false),

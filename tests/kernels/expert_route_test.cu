@@ -72,6 +72,35 @@ TEST(ExpertRoute, SortsLikeAStableSort) {
       if (expert[i] < 0) {
         ASSERT_EQ(row_of_slot[i], -1);
       }
+    for (size_t row = order.size(); row < expert.size(); ++row) ASSERT_TRUE(source[row] == 0 && route_weight[row] == 0);
+  }
+}
+
+// The work list that comes with the sort is make_plan's.
+TEST(ExpertRoute, SmallSortWithItsPlan) {
+  const int experts = 40, top_k = 3, n = 768;
+  for (const int tokens : {1, 9, 341, 342}) {
+    std::mt19937 random(tokens);
+    std::vector<int> expert(tokens * top_k);
+    for (auto& e : expert) e = static_cast<int>(random() % (experts + 1)) - 1;
+    const int rows = static_cast<int>(expert.size());
+    for (const int width : {8, 16, 64, 256}) {
+      const size_t vectors = plan_bytes(experts, rows, n, width) / sizeof(uint4) + 1;
+      Buffer<uint4> alone(vectors), with(vectors);
+      const SortedOnDevice sorted(expert, std::vector<float>(rows), top_k, experts);
+      alone.fill(0), with.fill(0);
+      make_plan(sorted.first.get(), {experts, rows, n, width, alone.get()}, nullptr);
+      const Plan plan{experts, rows, n, width, with.get()};
+      const Buffer<int> workspace(sort_bytes(sorted.choices) / sizeof(int) + 1);
+      sort_by_expert(sorted.choices,
+                     {sorted.first.get(), sorted.source.get(), sorted.route_weight.get(), sorted.row_of_slot.get()},
+                     workspace.get(), nullptr, &plan);
+      const auto expected = alone.host(), found = with.host();
+      const auto* counts = reinterpret_cast<const int*>(found.data());
+      ASSERT_EQ(counts[0], reinterpret_cast<const int*>(expected.data())[0]) << tokens << " tokens, width " << width;
+      ASSERT_EQ(std::memcmp(&found[16], &expected[16], (vectors - 16) * sizeof(uint4)), 0)  // behind the counters
+          << tokens << " tokens, width " << width;
+    }
   }
 }
 

@@ -430,6 +430,83 @@ TEST(GroupedLinear, SmallGraphReplayedWithAnotherRouting) {
   cudaGraphExecDestroy(executable), cudaGraphDestroy(graph), cudaStreamDestroy(stream);
 }
 
+// Launches that begin before the one ahead of them is complete (launch_dependent): a run of layers which share their
+// work list and all buffers but the result, each with other rows and groups, has the bits of the same layers one launch
+// at a time. Plain and as a graph.
+struct Layers {
+  static constexpr int kGroups = 12, kCount = 16, kRows = 40, kWidth = 512;
+  Matrices up = random_weights(WeightFormat::fp4, kGroups, kWidth, 512, true, 17);
+  Matrices down = random_weights(WeightFormat::fp4, kGroups, kWidth, kWidth / 2, false, 18);
+  Buffer<uint8_t> up_records{up.records}, down_records{down.records};
+  Buffer<float> up_bases{up.bases}, down_bases{down.bases};
+  Buffer<uint16_t> x{random_rows(kCount * kRows, 512, 19)};
+  Buffer<uint8_t> values{size_t{kRows} * 512}, hidden{size_t{kRows} * kWidth / 2};
+  Buffer<float> scales{size_t{kRows} * block_stride(512)}, hidden_scales{size_t{kRows} * block_stride(kWidth / 2)};
+  Buffer<uint16_t> out{size_t{kCount} * kRows * kWidth};
+  Buffer<int> first{size_t{kCount} * (kGroups + 1)}, source{size_t{kCount} * kRows};  // of the layers
+
+  Layers() {
+    std::mt19937 random(20);
+    std::vector<int> firsts, sources(kCount * kRows);
+    for (int layer = 0; layer < kCount; ++layer) {
+      std::vector<int> counts(kGroups, 0);
+      for (int r = 0; r < kRows; ++r) ++counts[random() % kGroups];
+      for (const int row : first_rows(counts)) firsts.push_back(row);
+    }
+    std::iota(sources.begin(), sources.end(), 0);
+    first.set(firsts), source.set(sources);
+  }
+  // alone: each launch is complete before the next one.
+  void run(Plan plan, bool alone, cudaStream_t stream) {
+    const auto next = [&] {
+      if (alone) check_cuda(cudaStreamSynchronize(stream), "launch");
+    };
+    for (int layer = 0; layer < kCount; ++layer) {
+      plan.settled = false;
+      make_plan(first.get() + layer * (kGroups + 1), plan, stream), next();
+      quantise_rows(x.get(), source.get() + layer * kRows, kRows, 512, values.get(), scales.get(), stream), next();
+      plan.settled = !alone;
+      linear_swiglu(up.on_device(up_records, up_bases), {values.get(), scales.get(), kRows}, plan, nullptr, 10.0f,
+                    hidden.get(), hidden_scales.get(), stream);
+      next();
+      linear(down.on_device(down_records, down_bases), {hidden.get(), hidden_scales.get(), kRows}, plan,
+             out.get() + size_t{kRows} * kWidth * layer, stream);
+      next();
+    }
+  }
+};
+TEST(GroupedLinear, SmallLaunchesThatOverlap) {
+  Layers layers;
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t executable;
+  check_cuda(cudaStreamCreate(&stream), "stream");
+  for (const int width : {8, 16, 64}) {
+    const Buffer<uint4> workspace(plan_bytes(Layers::kGroups, Layers::kRows, Layers::kWidth, width) / 16 + 1);
+    const Plan plan{Layers::kGroups, Layers::kRows, Layers::kWidth, width, workspace.get()};
+    layers.out.poison();
+    layers.run(plan, true, stream);
+    const auto expected = layers.out.host();
+    layers.out.poison();
+    layers.run(plan, false, stream);
+    check_cuda(cudaStreamSynchronize(stream), "layers");
+    EXPECT_EQ(differences(layers.out.host(), expected), 0u) << "width " << width;
+
+    check_cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), "capture");
+    layers.run(plan, false, stream);
+    check_cuda(cudaStreamEndCapture(stream, &graph), "end of capture");
+    check_cuda(cudaGraphInstantiate(&executable, graph, 0), "graph");
+    for (int replay = 0; replay < 3; ++replay) {
+      layers.out.poison();
+      check_cuda(cudaGraphLaunch(executable, stream), "graph launch");
+      check_cuda(cudaStreamSynchronize(stream), "graph run");
+      EXPECT_EQ(differences(layers.out.host(), expected), 0u) << "as a graph, width " << width;
+    }
+    cudaGraphExecDestroy(executable), cudaGraphDestroy(graph);
+  }
+  cudaStreamDestroy(stream);
+}
+
 std::string message_of(const auto& call) {
   try {
     call();

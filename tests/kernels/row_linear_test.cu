@@ -70,6 +70,40 @@ TEST(RowLinear, RowCountDoesNotMatter) {
   }
 }
 
+// Products that begin before the one ahead of them is complete (launch_dependent): a chain of layers, each of which
+// reads the result of the one before and writes where that one read, has the bits of one launch at a time.
+TEST(RowLinear, SmallLaunchesThatOverlap) {
+  const int width = 1024, wide = 2048, layers = 12, most = 130;
+  const Buffer<uint16_t> first(random_bf16(static_cast<size_t>(width) * wide, 0.03f, 31)),
+      second(random_bf16(static_cast<size_t>(width) * wide, 0.03f, 32)), x(random_bf16(most * width, 1, 33));
+  const Buffer<float> a(random_floats(8 * width, 0.03f, 34));
+  const Buffer<uint16_t> planes(split_bytes(1, 8, width) / 2);
+  const Weight up{first.get(), wide, width}, down{second.get(), width, wide};
+  for (const int rows : {1, 40, most}) {
+    const Buffer<float> workspace(workspace_bytes(rows, down) / sizeof(float));
+    const auto run = [&](bool alone) {
+      Buffer<uint16_t> here(static_cast<size_t>(rows) * width), there(static_cast<size_t>(rows) * wide);
+      Buffer<float> few(static_cast<size_t>(layers) * rows * 8);
+      check_cuda(cudaMemcpy(here.get(), x.get(), here.size() * 2, cudaMemcpyDeviceToDevice), "copy");
+      const auto next = [&] {
+        if (alone) check_cuda(cudaDeviceSynchronize(), "launch");
+      };
+      for (int layer = 0; layer < layers; ++layer) {
+        linear_bf16(here.get(), rows, up, there.get(), nullptr, nullptr), next();
+        linear_bf16(there.get(), rows, down, here.get(), workspace.get(), nullptr), next();
+        split_weight(a.get(), 1, 8, width, 1.0f + layer, planes.get(), nullptr), next();
+        few_outputs(here.get(), nullptr, nullptr, rows, {planes.get(), 1, 8, width}, few.get() + layer * rows * 8,
+                    nullptr);
+        next();
+      }
+      return std::pair{here.host(), few.host()};
+    };
+    const auto expected = run(true), found = run(false);
+    EXPECT_EQ(differences(found.first, expected.first), 0u) << rows << " rows";
+    EXPECT_EQ(differences(found.second, expected.second), 0u) << rows << " rows";
+  }
+}
+
 TEST(RowLinear, SmallGradientsAgainstDoublePrecision) {
   for (const Case c : {Case{5, 72, 40}, {300, 264, 520}, {1, 1024, 256}}) {
     const Buffer<uint16_t> x(random_bf16(c.rows * c.k, 1, 5)), dy(random_bf16(c.rows * c.n, 0.1f, 6));

@@ -3,39 +3,14 @@
 #include <algorithm>
 
 #include "kernels/device.h"
-#include "kernels/grouped_linear/problem.cuh"
+#include "kernels/grouped_linear/plan.cuh"
+#include "kernels/hopper/launch_order.cuh"
 #include "kernels/hopper/tma.cuh"
 #include "kernels/launch.cuh"
 #include "kernels/portable/grouped_linear.h"
 
 namespace plumb::kernels::grouped_linear {
 namespace {
-
-// Row tiles that meet all weights of a group before the next ones do: their rows stay in L2.
-constexpr int kBandTiles = 16;
-
-// Workspace: {count of record tiles, of block tiles, queue}, the stash of the wide kernel, the tiles of 256 weight rows
-// and, for the wide kernel, those of 128.
-struct Workspace {
-  int* counters;
-  uint4* stash;
-  Tile *record_tiles, *block_tiles;
-};
-constexpr size_t kCounterBytes = 256;
-
-size_t stash_bytes(int width) {
-  return width == kWideRows ? static_cast<size_t>(multiprocessors()) * kStashVectors * sizeof(uint4) : 0;
-}
-int64_t tile_capacity(int groups, int rows, int n, int width) {
-  // Every group may end in a tile that is not full.
-  return (static_cast<int64_t>(rows / width) + std::min(groups, rows)) * (n / kRecordRows);
-}
-Workspace workspace_of(const Plan& plan) {
-  auto* bytes = static_cast<uint8_t*>(plan.workspace);
-  auto* tiles = reinterpret_cast<Tile*>(bytes + kCounterBytes + stash_bytes(plan.width));
-  const int64_t records = tile_capacity(plan.groups, plan.rows, plan.n, plan.width);
-  return {reinterpret_cast<int*>(bytes), reinterpret_cast<uint4*>(bytes + kCounterBytes), tiles, tiles + records};
-}
 
 void require(bool condition, const std::string& message) { kernels::require(condition, "grouped_linear", message); }
 void check_sizes(int groups, int rows, int n, int width) {
@@ -68,21 +43,10 @@ void check_product(const Weights& w, const Activations& a, const Plan& plan) {
   require(aligned(plan.workspace, 256), "the plan's workspace must be aligned to 256 bytes");
 }
 
-// Lists the tiles of one group. Tiles that share weights follow each other, so that blocks which run at the same time
-// share them in L2.
-__device__ void list_tiles(int group, int first_row, int rows, int width, int weight_tiles, Tile* tiles) {
-  const int row_tiles = (rows + width - 1) / width;
-  for (int i = threadIdx.x; i < row_tiles * weight_tiles; i += blockDim.x) {
-    const int band = i / (kBandTiles * weight_tiles), in_band = i % (kBandTiles * weight_tiles);
-    const int band_tiles = min(kBandTiles, row_tiles - band * kBandTiles);
-    const int row = (band * kBandTiles + in_band % band_tiles) * width;
-    tiles[i] = {group, first_row + row, min(width, rows - row), in_band / band_tiles};
-  }
-}
-
 // One block a group: counts the row tiles of the groups before it, then lists its own.
 __global__ void __launch_bounds__(256) plan_kernel(const int* first_row, int width, int record_rows, Workspace out) {
   __shared__ int sums[8];
+  hopper::take_turn();
   const int group = blockIdx.x, thread = threadIdx.x;
   const auto row_tiles_of = [&](int g) { return (first_row[g + 1] - first_row[g] + width - 1) / width; };
   int before = 0;
@@ -94,9 +58,9 @@ __global__ void __launch_bounds__(256) plan_kernel(const int* first_row, int wid
   for (int w = 0; w < 8; ++w) before += sums[w];
 
   const int first = first_row[group], rows = first_row[group + 1] - first;
-  list_tiles(group, first, rows, width, record_rows, out.record_tiles + before * record_rows);
+  list_tiles({group, first, rows, width, record_rows}, thread, 256, out.record_tiles + before * record_rows);
   if (width == kWideRows)
-    list_tiles(group, first, rows, width, 2 * record_rows, out.block_tiles + before * 2 * record_rows);
+    list_tiles({group, first, rows, width, 2 * record_rows}, thread, 256, out.block_tiles + before * 2 * record_rows);
   if (group == static_cast<int>(gridDim.x) - 1 && thread == 0) {
     const int count = (before + row_tiles_of(group)) * record_rows;
     out.counters[0] = count, out.counters[1] = 2 * count;
@@ -111,18 +75,15 @@ void launch_product(const Weights& w, const Activations& a, const Plan& plan, Ep
   const bool wide = plan.width == kWideRows, blocks_of_128 = is_hopper() && wide && epilogue == Epilogue::bf16;
   p.tiles = blocks_of_128 ? space.block_tiles : space.record_tiles;
   p.tile_count = space.counters + (blocks_of_128 ? 1 : 0);
-  p.queue = space.counters + 2, p.stash = space.stash;
+  p.queue = space.counters + 2, p.stash = space.stash, p.settled = plan.settled;
   p.n = w.n, p.k_blocks = w.k / kBlock;
   p.block_stride = block_stride(w.k), p.hidden_stride = block_stride(w.n / 2);
   const int64_t tiles = (blocks_of_128 ? 2 : 1) * tile_capacity(plan.groups, plan.rows, plan.n, plan.width);
   if (!is_hopper()) return launch_portable(w.format, epilogue, plan.width, tiles, a.values, p, stream);
-  const CUtensorMap tokens = hopper::byte_matrix_map(a.values, a.rows, w.k, wide ? kWideTokenBox : plan.width);
-  if (wide) {
-    const CUtensorMap scales = hopper::float_matrix_map(a.scales, a.rows, p.block_stride, kWideRows, kWideScaleBox);
-    launch_wide(w.format, epilogue, tiles, multiprocessors(), tokens, scales, p, stream);
-  } else {
-    launch_narrow(plan.width, w.format, epilogue, tiles, multiprocessors(), tokens, p, stream);
-  }
+  if (!wide) return launch_narrow(plan.width, w, a, epilogue, tiles, p, stream);
+  const CUtensorMap tokens = hopper::byte_matrix_map(a.values, a.rows, w.k, kWideTokenBox);
+  const CUtensorMap scales = hopper::float_matrix_map(a.scales, a.rows, p.block_stride, kWideRows, kWideScaleBox);
+  launch_wide(w.format, epilogue, tiles, multiprocessors(), tokens, scales, p, stream);
 }
 
 }  // namespace
@@ -143,8 +104,8 @@ void make_plan(const int* first_row, const Plan& plan, cudaStream_t stream) {
   check_sizes(plan.groups, plan.rows, plan.n, plan.width);
   require(first_row && aligned(plan.workspace, 256),
           "first_row is missing or the workspace is not aligned to 256 bytes");
-  plan_kernel<<<plan.groups, 256, 0, stream>>>(first_row, plan.width, plan.n / kRecordRows, workspace_of(plan));
-  check_cuda(cudaGetLastError(), "grouped_linear: launching the plan");
+  launch_dependent(plan_kernel, {static_cast<unsigned>(plan.groups), 256}, stream, first_row, plan.width,
+                   plan.n / kRecordRows, workspace_of(plan));
 }
 
 void linear(const Weights& weights, const Activations& activations, const Plan& plan, uint16_t* out,

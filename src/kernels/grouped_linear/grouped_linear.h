@@ -47,6 +47,9 @@ struct Plan {
   int groups, rows, n;
   int width;        // rows of a tile: 8, 16, 64 (weights as tensor-core rows) or 256 (activations as tensor-core rows)
   void* workspace;  // plan_bytes, aligned to 256, in use until the last product of the plan is done
+  // At least one launch stands between make_plan and the next product, and between whatever wrote the weights and it:
+  // the kernels for few rows then fetch weights while that launch still runs (launch_dependent).
+  bool settled = false;
 };
 
 // The fastest width for that many rows, known without looking at the groups' sizes.

@@ -18,12 +18,15 @@ namespace {
 constexpr int kThreads = 384, kConsumers = 256;
 constexpr int kScaleChunk = 8;  // K blocks whose scales are prepared together
 
-template <int kTokens, WeightFormat kFormat>
+// kAlone: a multiprocessor has one block.
+template <int kTokens, WeightFormat kFormat, bool kAlone>
 struct Memory {
-  static constexpr int kBlocks = kTokens <= 16 ? 2 : 1;  // on a multiprocessor
+  static constexpr int kBlocks = kAlone ? 1 : 2;  // on a multiprocessor
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = kBlocks == 2 ? 96 : 232;
   static constexpr bool kPacked = kFormat == WeightFormat::fp4;
-  static constexpr int kStages = kPacked ? (kTokens <= 16 ? 5 : 6) : (kTokens <= 16 ? 3 : 4);
+  // FP4, alone: no more than two blocks have each. What the slowest consumer waits for is the first stage of a launch,
+  // and all stages of all blocks are asked for at the same time.
+  static constexpr int kStages = kTokens > 16 ? (kPacked ? 6 : 4) : kPacked ? 5 : kAlone ? 6 : 3;
   static constexpr int kRecordBytes = record_bytes(kFormat);
   static constexpr int kTokenBytes = kTokens * kBlock;
   static constexpr int kStageBytes = kTokenBytes + kRecordBytes;  // multiples of 1,024, which the swizzle needs
@@ -33,7 +36,9 @@ struct Memory {
   static constexpr int kScaleStart = kStages * kStageBytes;
   static constexpr int kOutputStart = kScaleStart + 2 * kScaleBytes;
   static constexpr int kBarrierStart = kOutputStart + 4 * kSlabOutputBytes;
-  static constexpr int kBytes = kBarrierStart + 8 * (2 * kStages + 4);
+  static constexpr int kUsedBytes = kBarrierStart + 8 * (2 * kStages + 4);
+  // Alone also while the launch before this one still fills multiprocessors: more than half of the memory.
+  static constexpr int kBytes = kAlone ? std::max(kUsedBytes, 115 * 1024) : kUsedBytes;
   static_assert((kBytes + 1024) * kBlocks <= 228 * 1024);  // a block costs 1 KB of its own
 
   uint32_t start;
@@ -71,18 +76,36 @@ __device__ __forceinline__ void for_each_tile(const Problem& p, Body body) {
   }
 }
 
+// Fills the stages. The weights of the first ones are on their way before the tokens exist: see launch_dependent.
 template <typename M>
 __device__ __forceinline__ void feed(const M& m, const CUtensorMap* map, const Problem& p) {
+  const auto record_of = [&](const Tile& tile) {
+    return p.records +
+           (static_cast<size_t>(tile.group) * (p.n / kRecordRows) + tile.weight_tile) * p.k_blocks * M::kRecordBytes;
+  };
+  const auto send_weights = [&](const uint8_t* record, uint32_t slot) {
+    barrier_arrive_expect(m.full(slot), M::kStageBytes);
+    copy_bulk(m.stage(slot) + M::kTokenBytes, record, M::kRecordBytes, m.full(slot));
+  };
+  int ahead = 0;  // K blocks of the first tile whose weights have been sent for
+  if (p.settled && static_cast<int>(blockIdx.x) < *p.tile_count) {
+    const uint8_t* record = record_of(p.tiles[blockIdx.x]);
+    for (; ahead < min(M::kStages, p.k_blocks); ++ahead) send_weights(record + ahead * M::kRecordBytes, ahead);
+  }
+  wait_for_earlier_launches();
+  let_next_launch_begin();
+
   RingPosition<M::kStages> here;
   for_each_tile(p, [&](const Tile& tile) {
-    const uint8_t* record = p.records + (static_cast<size_t>(tile.group) * (p.n / kRecordRows) + tile.weight_tile) *
-                                            p.k_blocks * M::kRecordBytes;
+    const uint8_t* record = record_of(tile);
     for (int kb = 0; kb < p.k_blocks; ++kb, record += M::kRecordBytes, here = here.after(1)) {
-      const uint32_t full = m.full(here.slot);
-      barrier_wait(m.empty(here.slot), here.parity ^ 1);
-      barrier_arrive_expect(full, M::kStageBytes);
-      copy_bulk(m.stage(here.slot) + M::kTokenBytes, record, M::kRecordBytes, full);
-      copy_tensor_2d(m.stage(here.slot), map, kb * kBlock, tile.first_row, full);
+      if (ahead > 0) {
+        --ahead;
+      } else {
+        barrier_wait(m.empty(here.slot), here.parity ^ 1);
+        send_weights(record, here.slot);
+      }
+      copy_tensor_2d(m.stage(here.slot), map, kb * kBlock, tile.first_row, m.full(here.slot));
     }
   });
 }
@@ -198,11 +221,11 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
   });
 }
 
-template <int kTokens, WeightFormat kFormat, Epilogue kEpilogue>
-__global__ void __launch_bounds__(kThreads, Memory<kTokens, kFormat>::kBlocks)
+template <int kTokens, WeightFormat kFormat, Epilogue kEpilogue, bool kAlone>
+__global__ void __launch_bounds__(kThreads, Memory<kTokens, kFormat, kAlone>::kBlocks)
     narrow_kernel(const __grid_constant__ CUtensorMap tokens, const Problem p) {
   extern __shared__ __align__(1024) uint8_t shared[];
-  using M = Memory<kTokens, kFormat>;
+  using M = Memory<kTokens, kFormat, kAlone>;
   const M m{static_cast<uint32_t>(uniform(shared_address(shared)))};
   const int group = uniform(threadIdx.x / 128);
   if (threadIdx.x == 0) prefetch_map(&tokens), m.init_barriers();
@@ -210,43 +233,42 @@ __global__ void __launch_bounds__(kThreads, Memory<kTokens, kFormat>::kBlocks)
 
   if (group == 0) {
     give_registers<M::kProducerRegisters>();
-    if (threadIdx.x == 0)
-      feed(m, &tokens, p);
-    else if (threadIdx.x >= 32 && threadIdx.x < 64)
-      prepare_scales<kTokens>(m, p, threadIdx.x % 32);
+    if (threadIdx.x == 0) feed(m, &tokens, p);
+    wait_for_earlier_launches();
+    if (threadIdx.x >= 32 && threadIdx.x < 64) prepare_scales<kTokens>(m, p, threadIdx.x % 32);
   } else {
     take_registers<M::kConsumerRegisters>();
+    wait_for_earlier_launches();
     consume<kTokens, kEpilogue>(m, p, group - 1, threadIdx.x % 128);
   }
 }
 
-template <int kTokens, WeightFormat kFormat>
-void launch(Epilogue epilogue, int64_t tiles, int multiprocessors, const CUtensorMap& tokens, const Problem& p,
-            cudaStream_t stream) {
-  using M = Memory<kTokens, kFormat>;
-  const int blocks = static_cast<int>(std::min<int64_t>(M::kBlocks * multiprocessors, tiles));
-  launch_with_shared(epilogue == Epilogue::bf16 ? narrow_kernel<kTokens, kFormat, Epilogue::bf16>
-                                                : narrow_kernel<kTokens, kFormat, Epilogue::swiglu>,
-                     blocks, kThreads, M::kBytes, stream, tokens, p);
+template <int kTokens, WeightFormat kFormat, bool kAlone>
+void launch(Epilogue epilogue, int64_t tiles, const CUtensorMap& tokens, const Problem& p, cudaStream_t stream) {
+  using M = Memory<kTokens, kFormat, kAlone>;
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(M::kBlocks * multiprocessors(), tiles));
+  launch_dependent(epilogue == Epilogue::bf16 ? narrow_kernel<kTokens, kFormat, Epilogue::bf16, kAlone>
+                                              : narrow_kernel<kTokens, kFormat, Epilogue::swiglu, kAlone>,
+                   {blocks, kThreads, M::kBytes}, stream, tokens, p);
 }
 
-template <int kTokens>
-void launch(WeightFormat format, Epilogue epilogue, int64_t tiles, int multiprocessors, const CUtensorMap& tokens,
-            const Problem& p, cudaStream_t stream) {
-  (format == WeightFormat::fp4
-       ? launch<kTokens, WeightFormat::fp4>
-       : launch<kTokens, WeightFormat::fp8>)(epilogue, tiles, multiprocessors, tokens, p, stream);
+template <int kTokens, bool kAlone>
+void launch(WeightFormat format, Epilogue epilogue, int64_t tiles, const CUtensorMap& tokens, const Problem& p,
+            cudaStream_t stream) {
+  (format == WeightFormat::fp4 ? launch<kTokens, WeightFormat::fp4, kAlone>
+                               : launch<kTokens, WeightFormat::fp8, kAlone>)(epilogue, tiles, tokens, p, stream);
 }
 
 }  // namespace
 
-void launch_narrow(int width, WeightFormat format, Epilogue epilogue, int64_t tiles, int multiprocessors,
-                   const CUtensorMap& tokens, const Problem& p, cudaStream_t stream) {
-  if (few_tiles(width, epilogue, tiles, p.k_blocks, multiprocessors))
-    return launch_slabs(width, format, epilogue, tiles, tokens, p, stream);
-  (width == 8    ? launch<8>
-   : width == 16 ? launch<16>
-                 : launch<64>)(format, epilogue, tiles, multiprocessors, tokens, p, stream);
+void launch_narrow(int width, const Weights& w, const Activations& a, Epilogue epilogue, int64_t tiles,
+                   const Problem& p, cudaStream_t stream) {
+  if (few_tiles(width, epilogue, tiles, p.k_blocks)) return launch_slabs(width, w, a, epilogue, tiles, p, stream);
+  const CUtensorMap tokens = byte_matrix_map(a.values, a.rows, w.k, width);
+  const bool alone = tiles <= multiprocessors();
+  (width == 8    ? (alone ? launch<8, true> : launch<8, false>)
+   : width == 16 ? (alone ? launch<16, true> : launch<16, false>)
+                 : launch<64, true>)(w.format, epilogue, tiles, tokens, p, stream);
 }
 
 }  // namespace plumb::kernels::grouped_linear

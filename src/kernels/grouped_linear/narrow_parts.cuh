@@ -4,6 +4,7 @@
 #include "kernels/grouped_linear/activation.cuh"
 #include "kernels/grouped_linear/problem.cuh"
 #include "kernels/hopper/barrier.cuh"
+#include "kernels/hopper/launch_order.cuh"
 #include "kernels/hopper/tma.cuh"
 #include "kernels/hopper/wgmma_fp8.cuh"
 
@@ -74,8 +75,8 @@ __device__ __forceinline__ void write_hidden(const M& m, const Problem& p, const
 }
 
 // Of slab.cu. Whether it should take a product that launch_narrow was asked for.
-bool few_tiles(int width, Epilogue epilogue, int64_t tiles, int k_blocks, int multiprocessors);
-void launch_slabs(int width, WeightFormat format, Epilogue epilogue, int64_t tiles, const CUtensorMap& tokens,
+bool few_tiles(int width, Epilogue epilogue, int64_t tiles, int k_blocks);
+void launch_slabs(int width, const Weights& weights, const Activations& activations, Epilogue epilogue, int64_t tiles,
                   const Problem& problem, cudaStream_t stream);
 
 }  // namespace plumb::kernels::grouped_linear

@@ -2,7 +2,7 @@
 #pragma once
 #include <cuda.h>
 
-#include "kernels/grouped_linear/weight_format.h"
+#include "kernels/grouped_linear/grouped_linear.h"
 #include "kernels/hopper/shared_memory.cuh"
 #include "kernels/lora/low_rank.cuh"
 
@@ -31,6 +31,7 @@ struct Problem {
   const float* route_weight;
   float limit;
   lora::LowRank low_rank;
+  bool settled;  // tiles and weights are older than the launch before this one: see Plan
   uint4* stash;  // the wide kernel's gates on their way to the epilogue, kStashVectors a block
 };
 
@@ -40,8 +41,8 @@ constexpr int kStashVectors = 16 * kWideConsumers;  // 256 rows x 128 gates in b
 // tiles: how many the list can hold.
 void launch_wide(WeightFormat format, Epilogue epilogue, int64_t tiles, int multiprocessors, const CUtensorMap& tokens,
                  const CUtensorMap& scales, const Problem& problem, cudaStream_t stream);
-void launch_narrow(int width, WeightFormat format, Epilogue epilogue, int64_t tiles, int multiprocessors,
-                   const CUtensorMap& tokens, const Problem& problem, cudaStream_t stream);
+void launch_narrow(int width, const Weights& weights, const Activations& activations, Epilogue epilogue, int64_t tiles,
+                   const Problem& problem, cudaStream_t stream);
 // p.n, p.k_blocks are the weight's; p.out: dx.
 void launch_backward_input(WeightFormat format, int64_t tiles, int multiprocessors, const CUtensorMap& dy,
                            const Problem& problem, cudaStream_t stream);

@@ -5,6 +5,7 @@
 
 #include "kernels/grouped_linear/activation.cuh"
 #include "kernels/grouped_linear/grouped_linear.h"
+#include "kernels/hopper/launch_order.cuh"
 #include "kernels/launch.cuh"
 
 namespace plumb::kernels::grouped_linear {
@@ -16,6 +17,7 @@ constexpr int kInFlight = 4;  // K blocks of a warp
 // share of a row's `shares`: every so many runs of kInFlight blocks.
 __global__ void __launch_bounds__(32 * kWarps) quantise_kernel(const uint16_t* x, const int* source_row, int rows,
                                                                int k, int shares, uint8_t* values, float* scales) {
+  hopper::take_turn();
   const int item = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row = item / shares, share = item % shares;
   if (row >= rows) return;
@@ -39,6 +41,7 @@ __global__ void __launch_bounds__(32 * kWarps) quantise_kernel(const uint16_t* x
 __global__ void __launch_bounds__(32 * kWarps)
     swiglu_kernel(const uint16_t* gate_up, int rows, int n, const float* route_weight, float limit, uint8_t* hidden,
                   float* hidden_scales, uint16_t* natural) {
+  hopper::take_turn();
   const int row = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (row >= rows) return;
   const float weight = route_weight ? route_weight[row] : 1.0f;
@@ -56,7 +59,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
 }
 
-int blocks_for(int rows) { return (rows + kWarps - 1) / kWarps; }
+unsigned blocks_for(int rows) { return static_cast<unsigned>(rows + kWarps - 1) / kWarps; }
 
 }  // namespace
 
@@ -67,9 +70,8 @@ void quantise_rows(const uint16_t* x, const int* source_row, int rows, int k, ui
                                 " must be positive and k = " + std::to_string(k) + " a positive multiple of 128");
   const bool few = rows <= kWarps * multiprocessors();
   const int shares = few ? (k + kInFlight * kBlock - 1) / (kInFlight * kBlock) : 1;
-  quantise_kernel<<<blocks_for(rows * shares), 32 * kWarps, 0, stream>>>(x, source_row, rows, k, shares, values,
-                                                                         scales);
-  check_cuda(cudaGetLastError(), "quantise_rows");
+  launch_dependent(quantise_kernel, {blocks_for(rows * shares), 32 * kWarps}, stream, x, source_row, rows, k, shares,
+                   values, scales);
 }
 
 void swiglu_quantise(const uint16_t* gate_up, int rows, int n, const float* route_weight, float limit, uint8_t* hidden,
@@ -77,10 +79,8 @@ void swiglu_quantise(const uint16_t* gate_up, int rows, int n, const float* rout
   if (rows <= 0 || n <= 0 || n % kRecordRows != 0)
     throw std::invalid_argument("swiglu_quantise: rows = " + std::to_string(rows) +
                                 " must be positive and n = " + std::to_string(n) + " a positive multiple of 256");
-  swiglu_kernel<<<blocks_for(rows), 32 * kWarps, 0, stream>>>(
-      gate_up, rows, n, route_weight, limit > 0 ? limit : std::numeric_limits<float>::infinity(), hidden, hidden_scales,
-      natural);
-  check_cuda(cudaGetLastError(), "swiglu_quantise");
+  launch_dependent(swiglu_kernel, {blocks_for(rows), 32 * kWarps}, stream, gate_up, rows, n, route_weight,
+                   limit > 0 ? limit : std::numeric_limits<float>::infinity(), hidden, hidden_scales, natural);
 }
 
 }  // namespace plumb::kernels::grouped_linear

@@ -87,6 +87,18 @@ __device__ __forceinline__ void send_float(uint32_t address, uint32_t rank, floa
       : "memory");
 }
 
+// The same for 16 bytes.
+__device__ __forceinline__ void send_16(uint32_t address, uint32_t rank, uint4 v, uint32_t barrier) {
+  asm volatile(
+      "{ .reg .b32 there, signal;\n"
+      "mapa.shared::cluster.u32 there, %0, %1;\n"
+      "mapa.shared::cluster.u32 signal, %6, %1;\n"
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%2, %3, %4, %5}, [signal]; }" ::"r"(
+          address),
+      "r"(rank), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
+      : "memory");
+}
+
 // Contiguous bytes of this block's shared memory to `destination` in that of block `rank`, whose `barrier` receives the
 // bytes. Addresses and size are multiples of 16.
 __device__ __forceinline__ void copy_bulk_at(uint32_t destination, uint32_t rank, uint32_t source, uint32_t bytes,

@@ -33,10 +33,24 @@ __device__ __forceinline__ void copy_tensor_2d(uint32_t destination, const CUten
       : "memory");
 }
 
-// A matrix [rows, columns] read in boxes of box_rows x box_columns. The address and the length of a row in bytes are
-// multiples of 16.
-inline CUtensorMap matrix_map(const void* matrix, CUtensorMapDataType type, int element_bytes, int rows, int columns,
-                              int box_rows, int box_columns, CUtensorMapSwizzle swizzle) {
+__device__ __forceinline__ void copy_tensor_3d(uint32_t destination, const CUtensorMap* map, int inner, int middle,
+                                               int outer, uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+      "[%5];" ::"r"(destination),
+      "l"(map), "r"(inner), "r"(middle), "r"(outer), "r"(barrier)
+      : "memory");
+}
+
+// A tensor of up to three dimensions as its copies see it, the innermost first: elements, the bytes from one to the
+// next in the outer dimensions (multiples of 16), and the box that a copy takes (at most 256 of each).
+struct TensorShape {
+  int rank;
+  cuuint64_t size[3], stride[2];
+  cuuint32_t box[3];
+};
+inline CUtensorMap tensor_map(const void* first, CUtensorMapDataType type, const TensorShape& s,
+                              CUtensorMapSwizzle swizzle) {
   static const auto encode = [] {
     void* entry = nullptr;
     cudaDriverEntryPointQueryResult found;
@@ -45,17 +59,30 @@ inline CUtensorMap matrix_map(const void* matrix, CUtensorMapDataType type, int 
     if (error != cudaSuccess || !entry) throw std::runtime_error("the CUDA driver lacks cuTensorMapEncodeTiled");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(entry);
   }();
-  const cuuint64_t size[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t stride[1] = {static_cast<cuuint64_t>(columns) * element_bytes};
-  const cuuint32_t box[2] = {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)}, step[2] = {1, 1};
+  const cuuint32_t step[3] = {1, 1, 1};
   CUtensorMap map;
   const CUresult result =
-      encode(&map, type, 2, const_cast<void*>(matrix), size, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS)
-    throw std::runtime_error("cuTensorMapEncodeTiled refused a matrix of " + std::to_string(rows) + " x " +
-                             std::to_string(columns) + ": error " + std::to_string(result));
+      encode(&map, type, s.rank, const_cast<void*>(first), s.size, s.stride, s.box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    std::string sizes = std::to_string(s.size[0]);
+    for (int i = 1; i < s.rank; ++i) sizes += " x " + std::to_string(s.size[i]);
+    throw std::runtime_error("cuTensorMapEncodeTiled refused a tensor of " + sizes + ": error " +
+                             std::to_string(result));
+  }
   return map;
+}
+
+// A matrix [rows, columns] read in boxes of box_rows x box_columns. The address and the length of a row in bytes are
+// multiples of 16.
+inline CUtensorMap matrix_map(const void* matrix, CUtensorMapDataType type, int element_bytes, int rows, int columns,
+                              int box_rows, int box_columns, CUtensorMapSwizzle swizzle) {
+  return tensor_map(matrix, type,
+                    {2,
+                     {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)},
+                     {static_cast<cuuint64_t>(columns) * element_bytes},
+                     {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows)}},
+                    swizzle);
 }
 
 // Bytes in boxes of box_rows x 128 that land in the 128-byte swizzle.

@@ -7,6 +7,7 @@
 #include "kernels/row_linear/few_outputs.cuh"
 
 #include "kernels/device.h"
+#include "kernels/hopper/launch_order.cuh"
 #include "kernels/row_linear/many_rows.cuh"
 
 namespace plumb::kernels::row_linear {
@@ -15,6 +16,7 @@ namespace {
 constexpr int kWarps = kParts, kRowTiles = 2;  // of sixteen rows
 
 __global__ void __launch_bounds__(256) split_kernel(const Split p) {
+  hopper::take_turn();
   const size_t i = blockIdx.x * size_t{256} + threadIdx.x;
   if (i < items_of(p)) split_item(p, i);
 }
@@ -24,6 +26,7 @@ template <int kTiles>
 __global__ void __launch_bounds__(32 * kWarps) few_outputs_kernel(const Problem p) {
   constexpr int kBlockRows = 16 * kRowTiles, kAhead = kTiles == 1 ? 2 : 1;  // steps whose loads are in flight together
   extern __shared__ float sums[];                                           // [kWarps][kBlockRows][kTiles * 8]
+  hopper::take_turn();
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = lane / 4, q = lane % 4;
   const Rows mine = rows_of_block(p, blockIdx.x, kBlockRows, lane);
   const int adapter = blockIdx.y;
@@ -87,8 +90,9 @@ void launch(const Problem& p, cudaStream_t stream) {
   constexpr int kBlockRows = 16 * kRowTiles;
   const dim3 blocks((p.rows + kBlockRows - 1) / kBlockRows + (p.first_row ? p.groups : 0),
                     p.adapters.of_row ? p.adapters.count : 1);
-  launch_with_shared(few_outputs_kernel<kTiles>, blocks, 32 * kWarps,
-                     kWarps * kBlockRows * kTiles * 8 * static_cast<int>(sizeof(float)), stream, p);
+  launch_dependent(few_outputs_kernel<kTiles>,
+                   {blocks, 32 * kWarps, kWarps * kBlockRows * kTiles * 8 * static_cast<int>(sizeof(float))}, stream,
+                   p);
 }
 
 }  // namespace
@@ -99,8 +103,7 @@ void split_weight(const float* weight, int groups, int n, int k, float scale, ui
                   const Source& source) {
   const Split p{weight, groups, n, k, scale, source, planes};
   check_planes(p);
-  split_kernel<<<static_cast<unsigned>((items_of(p) + 255) / 256), 256, 0, stream>>>(p);
-  check_cuda(cudaGetLastError(), "row_linear: splitting a weight");
+  launch_dependent(split_kernel, {static_cast<unsigned>((items_of(p) + 255) / 256), 256}, stream, p);
 }
 
 void few_outputs(const uint16_t* x, const int* source_row, const int* first_row, int rows, const SplitWeight& w,

@@ -7,6 +7,7 @@
 #pragma once
 #include "kernels/hopper/barrier.cuh"
 #include "kernels/hopper/code.cuh"
+#include "kernels/hopper/launch_order.cuh"
 #include "kernels/hopper/shared_memory.cuh"
 #include "kernels/hopper/tma.cuh"
 #include "kernels/hopper/wgmma_bf16.cuh"
@@ -59,19 +60,28 @@ __global__ void __launch_bounds__(kThreads)
     barrier_init_fence();
   }
   __syncthreads();
-  if (warp == 4) {
-    if (lane != 0) return;
+  if (warp == 4 && lane == 0) {
+    const auto send_weights = [&](int step, uint32_t slot) {
+      barrier_arrive_expect(full(slot), M::kStageBytes);
+      copy_tensor_2d(start + slot * M::kStageBytes, &weight, step * kDepth, first_output, full(slot));
+    };
+    const int ahead = min(kStages, shape.steps());  // on their way before x exists: see launch_dependent
+    for (int step = 0; step < ahead; ++step) send_weights(step, step);
+    wait_for_earlier_launches();
+    let_next_launch_begin();
     const int first_input = first_output / shape.group_n * shape.k;
     RingPosition<kStages> at;
     for (int step = 0; step < shape.steps(); ++step, at = at.after(1)) {
-      const uint32_t place = start + at.slot * M::kStageBytes;
-      barrier_wait(empty(at.slot), at.parity ^ 1);
-      barrier_arrive_expect(full(at.slot), M::kStageBytes);
-      copy_tensor_2d(place, &weight, step * kDepth, first_output, full(at.slot));
-      copy_tensor_2d(place + kWeightBytes, &x, first_input + step * kDepth, 0, full(at.slot));
+      if (step >= ahead) {
+        barrier_wait(empty(at.slot), at.parity ^ 1);
+        send_weights(step, at.slot);
+      }
+      copy_tensor_2d(start + at.slot * M::kStageBytes + kWeightBytes, &x, first_input + step * kDepth, 0,
+                     full(at.slot));
     }
-    return;
   }
+  wait_for_earlier_launches();
+  if (warp == 4) return;
   float d[kRows / 2];
   RingPosition<kStages> at;
   for (int step = 0; step < shape.steps(); ++step, at = at.after(1)) {
@@ -109,7 +119,7 @@ struct Store {
   }
 };
 
-// rows <= kMostRows.
+// rows <= kMostRows. The launch directly before has not written the weight (launch_dependent).
 template <typename Epilogue>
 void launch(const uint16_t* x, const uint16_t* weight, const Shape& s, const Epilogue& epilogue, cudaStream_t stream) {
   const auto map = [](const uint16_t* matrix, int rows, int columns, int box_rows) {
@@ -118,8 +128,9 @@ void launch(const uint16_t* x, const uint16_t* weight, const Shape& s, const Epi
   };
   const int blocks = (s.n + kOutputs - 1) / kOutputs;
   const auto run = [&]<int kRows, bool kPairs>() {
-    launch_with_shared(narrow_kernel<kRows, kPairs, Epilogue>, blocks, kThreads, Memory<kRows, kPairs>::kBytes, stream,
-                       map(weight, s.n, s.k, kOutputs), map(x, s.rows, s.n / s.group_n * s.k, kRows), s, epilogue);
+    launch_dependent(narrow_kernel<kRows, kPairs, Epilogue>,
+                     {static_cast<unsigned>(blocks), kThreads, Memory<kRows, kPairs>::kBytes}, stream,
+                     map(weight, s.n, s.k, kOutputs), map(x, s.rows, s.n / s.group_n * s.k, kRows), s, epilogue);
   };
   const auto with_rows = [&]<int kRows>() {
     blocks > multiprocessors() ? run.template operator()<kRows, true>() : run.template operator()<kRows, false>();

@@ -7,6 +7,7 @@
 #include "kernels/row_linear/row_linear.h"
 
 #include "kernels/device.h"
+#include "kernels/hopper/launch_order.cuh"
 #include "kernels/lora/low_rank.cuh"
 #include "kernels/portable/product.cuh"
 #include "kernels/row_linear/narrow_product.cuh"
@@ -31,6 +32,7 @@ struct Thin {
   uint16_t* out_bf16 = nullptr;
   float* parts = nullptr;  // [parts][rows][n], or null: this block walks all parts
   lora::LowRank low_rank = {};
+  bool settled = true;  // the launch directly before has not written the weight (launch_dependent)
   __host__ __device__ int steps() const { return (k + kDepth - 1) / kDepth; }
   __host__ __device__ int part_count() const { return (steps() - 1) / kPartSteps + 1; }
 };
@@ -107,6 +109,29 @@ __device__ __forceinline__ void consume(uint32_t start, const Thin& p, Range ran
   finish(p, total, first_row + thread / 32 * 16 + lane / 4, blockIdx.x * kTile, lane);
 }
 
+// Fills the stages; the first weights are on their way before the rows exist.
+__device__ __forceinline__ void feed(uint32_t start, const CUtensorMap* x, const CUtensorMap* w, const Thin& p,
+                                     Range range) {
+  const auto send_weights = [&](int step, uint32_t slot) {
+    const uint32_t full = start + kBarrierStart + 8 * slot;
+    barrier_arrive_expect(full, kStageBytes);
+    copy_tensor_2d(start + slot * kStageBytes + kOperandBytes, w, step * kDepth, blockIdx.x * kTile, full);
+  };
+  const int ahead = p.settled ? min(range.first + kStages, range.last) : range.first;
+  for (int step = range.first; step < ahead; ++step) send_weights(step, step - range.first);
+  wait_for_earlier_launches();
+  let_next_launch_begin();
+  const int first_input = blockIdx.x * kTile / p.group_n * p.k;
+  for (int step = range.first; step < range.last; ++step) {
+    const uint32_t count = step - range.first, slot = count % kStages, full = start + kBarrierStart + 8 * slot;
+    if (step >= ahead) {
+      barrier_wait(full + 8 * kStages, (count / kStages & 1) ^ 1);
+      send_weights(step, slot);
+    }
+    copy_tensor_2d(start + slot * kStageBytes, x, first_input + step * kDepth, blockIdx.y * kTile, full);
+  }
+}
+
 // Grid: (tiles of n, tiles of rows, parts or 1).
 template <bool kOneChain>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -125,18 +150,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   const Range range = steps_of(p);
   if (group == 0) {
     give_registers<40>();
-    const int first_input = blockIdx.x * kTile / p.group_n * p.k;
-    if (threadIdx.x == 0)
-      for (int step = range.first; step < range.last; ++step) {
-        const uint32_t count = step - range.first, slot = count % kStages, full = start + kBarrierStart + 8 * slot;
-        const uint32_t at = start + slot * kStageBytes;
-        barrier_wait(full + 8 * kStages, (count / kStages & 1) ^ 1);
-        barrier_arrive_expect(full, kStageBytes);
-        copy_tensor_2d(at, &x, first_input + step * kDepth, blockIdx.y * kTile, full);
-        copy_tensor_2d(at + kOperandBytes, &w, step * kDepth, blockIdx.x * kTile, full);
-      }
+    if (threadIdx.x == 0) feed(start, &x, &w, p, range);
+    wait_for_earlier_launches();
   } else {
     take_registers<232>();
+    wait_for_earlier_launches();
     consume<kOneChain>(start, p, range, group - 1, threadIdx.x % 128);
   }
 }
@@ -146,6 +164,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 __global__ void __launch_bounds__(128) add_parts_kernel(const Thin p, const float* parts) {
   constexpr int kRows = 64;
   __shared__ float sums[kRows][kTile + 8];
+  take_turn();
   const int first_row = blockIdx.y * kRows, column = blockIdx.x * kTile;
   const int rows = min(kRows, p.rows - first_row), columns = min(kTile, p.n - column), quads = columns / 4;
   for (int item = threadIdx.x; item < rows * quads; item += 128) {
@@ -186,9 +205,9 @@ void check(const char* where, const uint16_t* x, int rows, int n, int k, const v
 template <bool kOneChain = false>
 void launch_thin(const uint16_t* x, const uint16_t* w, const Thin& p, cudaStream_t stream) {
   const int groups = p.n / p.group_n;
-  launch_with_shared(thin_kernel<kOneChain>, dim3(tiles(p.n), tiles(p.rows), p.parts ? p.part_count() : 1), kThreads,
-                     kSharedBytes, stream, wide_product::bf16_map(x, p.rows, groups * p.k, kTile),
-                     wide_product::bf16_map(w, p.n, p.k, kTile), p);
+  launch_dependent(
+      thin_kernel<kOneChain>, {dim3(tiles(p.n), tiles(p.rows), p.parts ? p.part_count() : 1), kThreads, kSharedBytes},
+      stream, wide_product::bf16_map(x, p.rows, groups * p.k, kTile), wide_product::bf16_map(w, p.n, p.k, kTile), p);
 }
 
 Thin thin_of(int rows, const Weight& w) { return {rows, w.n * w.groups, w.k, w.n}; }
@@ -337,8 +356,7 @@ void run(const uint16_t* x, const Weight& w, Thin p, void* workspace, cudaStream
   if (split) {
     const float* parts = p.parts;
     p.parts = nullptr;
-    add_parts_kernel<<<dim3(tiles(p.n), (p.rows + 63) / 64), 128, 0, stream>>>(p, parts);
-    check_cuda(cudaGetLastError(), "row_linear: adding the parts");
+    launch_dependent(add_parts_kernel, {dim3(tiles(p.n), (p.rows + 63) / 64), 128}, stream, p, parts);
   }
 }
 
@@ -378,6 +396,7 @@ void backward_input(const uint16_t* dy, int rows, const Weight& w, const Store& 
 constexpr int kPlanes = 3;
 __global__ void __launch_bounds__(256)
     add_planes_kernel(const float* parts, int part_count, int rows, int n, int stride, float* out) {
+  take_turn();
   const int64_t i = blockIdx.x * int64_t{256} + threadIdx.x;
   if (i >= static_cast<int64_t>(rows) * n) return;
   float total = 0;
@@ -406,14 +425,14 @@ void linear_split(const uint16_t* x, int rows, const SplitWeight& w, float* out,
   Thin p{rows, kPlanes * padded(w.n), w.k, kPlanes * padded(w.n)};
   const bool split = is_hopper() && by_parts(p);
   (split ? p.parts : p.out_f32) = static_cast<float*>(workspace);
+  p.settled = false;  // planes are often made just before
   if (is_hopper())
     launch_thin(x, w.planes, p, stream);
   else
     run_portable(x, {w.planes, p.n, w.k}, p, stream);
   const int64_t count = static_cast<int64_t>(rows) * w.n;
-  add_planes_kernel<<<static_cast<unsigned>((count + 255) / 256), 256, 0, stream>>>(
-      static_cast<const float*>(workspace), split ? p.part_count() : 1, rows, w.n, padded(w.n), out);
-  check_cuda(cudaGetLastError(), "row_linear: adding the planes");
+  launch_dependent(add_planes_kernel, {static_cast<unsigned>((count + 255) / 256), 256}, stream,
+                   static_cast<const float*>(workspace), split ? p.part_count() : 1, rows, w.n, padded(w.n), out);
 }
 
 size_t workspace_bytes(int rows, const Weight& w) {

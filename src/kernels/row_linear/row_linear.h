@@ -22,6 +22,8 @@ namespace plumb::kernels::row_linear {
 // (narrow_product.cuh).
 constexpr int kThinOutputs = 1024;
 
+// The launch directly before a product has not written its weight: few rows fetch it while that launch still runs
+// (launch_dependent).
 struct Weight {
   const uint16_t* data;  // bf16 bits [groups * n, k], aligned to 16 bytes
   int n, k;              // multiples of 8

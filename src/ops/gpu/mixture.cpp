@@ -79,20 +79,21 @@ struct Side {
   int64_t rows;
   const ExpertWeights& w;  // of the first expert; see packed.h
   LoraSet gate_up, down;
+  WorkList list;                            // for products with outputs() outputs, or empty: not made yet
   int outputs() const { return w.w1.out; }  // gates and ups
   LoraRowsIn input() const { return {x, source_row, groups, rows}; }
 };
 
-SortedPairs sort_pairs(const Routing& r, int64_t experts) {
+// plan: a work list of the sorted rows to be filled as well, or null.
+SortedPairs sort_pairs(const Routing& r, int64_t experts, const gl::Plan* plan = nullptr) {
   const int64_t rows = r.expert.size(0), k = r.expert.size(1);
-  // Pairs without an expert come last and are not written: their rows must still name a token.
-  SortedPairs p{empty({experts + 1}, DType::i32), zeros({rows * k}, DType::i32), zeros({rows * k}, DType::f32),
+  SortedPairs p{empty({experts + 1}, DType::i32), empty({rows * k}, DType::i32), empty({rows * k}, DType::f32),
                 empty({rows, k}, DType::i32)};
   const gl::Choices choices{i32(r.expert), f32(r.weight), static_cast<int>(rows), static_cast<int>(k),
                             static_cast<int>(experts)};
   const Tensor memory = workspace(gl::sort_bytes(choices));
   gl::sort_by_expert(choices, {i32(p.first_row), i32(p.source_row), f32(p.route_weight), i32(p.row_of_slot)},
-                     memory.raw(), kStream);
+                     memory.raw(), kStream, plan);
   return p;
 }
 
@@ -152,7 +153,8 @@ LoraSet shared_gate_up(const SharedLora& lora, int64_t rows) {
   return set;
 }
 
-Side routed_side(const Tensor& x, const SortedPairs& p, const MixtureWeights& w, const MixtureLora& lora) {
+Side routed_side(const Tensor& x, const SortedPairs& p, const MixtureWeights& w, const MixtureLora& lora,
+                 const WorkList& list = {}) {
   const int64_t experts = static_cast<int64_t>(w.experts.size());
   return {x,
           p.source_row,
@@ -161,22 +163,32 @@ Side routed_side(const Tensor& x, const SortedPairs& p, const MixtureWeights& w,
           p.source_row.numel(),
           w.experts[0],
           routed_set(lora.routed, &ExpertLora::gate_up, x.size(0), p, experts, true),
-          routed_set(lora.routed, &ExpertLora::down, x.size(0), p, experts, false)};
+          routed_set(lora.routed, &ExpertLora::down, x.size(0), p, experts, false),
+          list};
 }
 Side shared_side(const Tensor& x, const MixtureWeights& w, const MixtureLora& lora) {
   const int64_t rows = x.size(0);
   return {
-      x, {}, {}, one_group(rows), rows, w.shared, shared_gate_up(lora.shared, rows), lora_set(lora.shared.down, rows)};
+      x, {}, {}, one_group(rows), rows, w.shared, shared_gate_up(lora.shared, rows), lora_set(lora.shared.down, rows),
+      {}};
+}
+
+// The work list of products with so many outputs. Asked for before the launches that make the products' rows, so that
+// it is settled when they begin.
+WorkList settled_list(const Side& s, int outputs) {
+  WorkList list = s.list.memory.defined() && s.list.plan.n == outputs ? s.list : work_list(s.groups, s.rows, outputs);
+  list.plan.settled = true;
+  return list;
 }
 
 // Up to SwiGLU: what the backward pass needs but t_down. h: the hidden rows in FP8, or null: not wanted.
 ExpertRows first_half(const Side& s, float limit, const Quantised* h) {
+  const WorkList list = settled_list(s, s.outputs());
   const Quantised in = quantise(s.x, s.source_row);
   const LowRankTerm first = low_rank_forward(s.gate_up, s.input());
   const int rows = static_cast<int>(s.rows), n = s.outputs();
   ExpertRows e{empty({rows, n}, DType::bf16), {}, first.t, {}};
-  gl::linear(packed(s.w.w1, s.groups.count), in.activations(), work_list(s.groups, rows, n).plan, bf16(e.gate_up),
-             kStream, first.low_rank);
+  gl::linear(packed(s.w.w1, s.groups.count), in.activations(), list.plan, bf16(e.gate_up), kStream, first.low_rank);
   if (!s.down.empty()) e.hidden = empty({rows, n / 2}, DType::bf16);
   if (h || !s.down.empty())
     gl::swiglu_quantise(bf16(e.gate_up), rows, n, f32(s.route_weight), limit, h ? bytes(h->values) : nullptr,
@@ -188,6 +200,7 @@ ExpertRows first_half(const Side& s, float limit, const Quantised* h) {
 Tensor side_forward(const Side& s, float limit, ExpertRows* saved) {
   const int hidden = s.outputs() / 2, rows = static_cast<int>(s.rows);
   const Quantised h = empty_quantised(rows, hidden);
+  const WorkList list = settled_list(s, s.w.w2.out);
   LowRankTerm second;
   if (saved || !s.down.empty()) {
     ExpertRows e = first_half(s, limit, &h);
@@ -195,14 +208,15 @@ Tensor side_forward(const Side& s, float limit, ExpertRows* saved) {
     e.t_down = second.t;
     if (saved) *saved = e;
   } else {
+    const WorkList both = s.outputs() == s.w.w2.out ? list : settled_list(s, s.outputs());
     const Quantised in = quantise(s.x, s.source_row);
     const LowRankTerm first = low_rank_forward(s.gate_up, s.input());
-    gl::linear_swiglu(packed(s.w.w1, s.groups.count), in.activations(), work_list(s.groups, rows, s.outputs()).plan,
-                      f32(s.route_weight), limit, bytes(h.values), f32(h.scales), kStream, first.low_rank);
+    gl::linear_swiglu(packed(s.w.w1, s.groups.count), in.activations(), both.plan, f32(s.route_weight), limit,
+                      bytes(h.values), f32(h.scales), kStream, first.low_rank);
   }
   const gl::Weights w2 = packed(s.w.w2, s.groups.count);
   Tensor y = empty({rows, s.w.w2.out}, DType::bf16);
-  gl::linear(w2, h.activations(), work_list(s.groups, rows, s.w.w2.out).plan, bf16(y), kStream, second.low_rank);
+  gl::linear(w2, h.activations(), list.plan, bf16(y), kStream, second.low_rank);
   return y;
 }
 
@@ -288,8 +302,11 @@ Tensor combined(const Tensor& routed, const SortedPairs& p, const Tensor& shared
 Tensor mixture(const Tensor& x, const Routing& r, const MixtureWeights& w, const MixtureLora& lora, Numerics numerics,
                MixtureSaved* saved) {
   require_kind({numerics, Point::act_w13}, PointKind::fp8x128, "mixture");
-  const SortedPairs pairs = sort_pairs(r, static_cast<int64_t>(w.experts.size()));
-  const Tensor routed = side_forward(routed_side(x, pairs, w, lora), w.limit, saved ? &saved->routed_rows : nullptr);
+  const int experts = static_cast<int>(w.experts.size());
+  const WorkList list = empty_work_list(experts, r.expert.numel(), w.experts[0].w1.out);
+  const SortedPairs pairs = sort_pairs(r, experts, &list.plan);
+  const Tensor routed =
+      side_forward(routed_side(x, pairs, w, lora, list), w.limit, saved ? &saved->routed_rows : nullptr);
   const Tensor shared = side_forward(shared_side(x, w, lora), w.limit, saved ? &saved->shared_rows : nullptr);
   if (saved) saved->pairs = pairs;
   return combined(routed, pairs, shared);

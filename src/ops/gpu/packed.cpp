@@ -49,15 +49,23 @@ gl::Weights packed(const Linear& w, int groups) {
 namespace {
 constexpr int kWide = 256;  // rows of a tile of the kernels for many rows, which hand out tiles from a queue
 
-WorkList list_of(const Groups& groups, int64_t rows, int outputs, int width) {
+WorkList empty_list(int groups, int64_t rows, int outputs, int width) {
   const int n = static_cast<int>(rows);
   WorkList list;
-  list.memory = workspace(gl::plan_bytes(groups.count, n, outputs, width));
-  list.plan = {groups.count, n, outputs, width, list.memory.raw()};
+  list.memory = workspace(gl::plan_bytes(groups, n, outputs, width));
+  list.plan = {groups, n, outputs, width, list.memory.raw()};
+  return list;
+}
+WorkList list_of(const Groups& groups, int64_t rows, int outputs, int width) {
+  WorkList list = empty_list(groups.count, rows, outputs, width);
   gl::make_plan(i32(groups.first_row), list.plan, kStream);
   return list;
 }
 }  // namespace
+
+WorkList empty_work_list(int groups, int64_t rows, int outputs) {
+  return empty_list(groups, rows, outputs, gl::best_width(static_cast<int>(rows), groups));
+}
 
 WorkList work_list(const Groups& groups, int64_t rows, int outputs) {
   const int width = gl::best_width(static_cast<int>(rows), groups.count);
@@ -69,7 +77,9 @@ WorkList work_list(const Groups& groups, int64_t rows, int outputs) {
   WorkList& list = known[{rows, outputs}];
   if (!list.memory.defined()) {
     require_not_recording("a work list that is kept");
-    list = list_of(groups, rows, outputs, width);
+    const WorkList fresh = list = list_of(groups, rows, outputs, width);
+    list.plan.settled = true;  // in all later calls
+    return fresh;
   }
   return list;
 }

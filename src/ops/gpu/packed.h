@@ -33,6 +33,7 @@ struct WorkList {
   Tensor memory;
 };
 WorkList work_list(const Groups& groups, int64_t rows, int outputs);
+WorkList empty_work_list(int groups, int64_t rows, int outputs);  // for whoever fills it: make_plan, sort_by_expert
 WorkList wide_work_list(const Groups& groups, int64_t rows, int outputs);  // of an input gradient
 
 }  // namespace plumb::ops::gpu
