@@ -35,7 +35,8 @@ if(PLUMB_HAS_CUDA)
   set(hopper_sources
       ${PLUMB_SRC}/kernels/grouped_linear/wide.cu ${PLUMB_SRC}/kernels/grouped_linear/narrow.cu
       ${PLUMB_SRC}/kernels/grouped_linear/slab.cu ${PLUMB_SRC}/kernels/grouped_linear/backward_input.cu
-      ${PLUMB_SRC}/kernels/sparse_attention/forward.cu ${PLUMB_SRC}/kernels/sparse_attention/few_queries.cu
+      ${PLUMB_SRC}/kernels/sparse_attention/forward.cu ${PLUMB_SRC}/kernels/sparse_attention/pairs.cu
+      ${PLUMB_SRC}/kernels/sparse_attention/clusters_of_eight.cu
       ${PLUMB_SRC}/kernels/indexer/scores_bf16.cu ${PLUMB_SRC}/kernels/indexer/scores_record.cu)
   set(portable_sources ${kernel_sources})
   list(REMOVE_ITEM portable_sources ${hopper_sources})

@@ -129,6 +129,6 @@ int main(int argc, char** argv) {
   for (int keys : {640, 256, 128})
     for (bool full : {true, false}) bench_training(report, keys, full);
   for (const bool fp8 : {false, true})
-    for (int batch : {1, 4, 16, 64, 256}) bench_decoding(report, batch, fp8);
+    for (int batch : {1, 4, 16, 32, 64, 128, 256}) bench_decoding(report, batch, fp8);
   report.write(argc, argv);
 }

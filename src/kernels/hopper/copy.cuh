@@ -17,6 +17,12 @@ __device__ __forceinline__ void copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
+// Arrives on an mbarrier when all copies that this thread has made so far have landed; one of the arrivals that the
+// barrier was initialised with.
+__device__ __forceinline__ void copy_arrive(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // ---- bulk reductions: multiples of 16 bytes, addresses aligned to 16 ----
 // global[i] += shared[i] for 32-bit integers: the order of such additions cannot be seen in the result.
 __device__ __forceinline__ void bulk_add_s32(void* global, uint32_t shared, uint32_t bytes) {

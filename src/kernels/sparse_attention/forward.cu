@@ -6,7 +6,7 @@
 //   warpgroups 2, 3   producers. They gather Q and the key rows, 16 bytes a copy, the left half of the columns first:
 //                     scores can start on it, and each half is free again when its warpgroup has added the block.
 // V is the same shared-memory block as K, read with its rows contracted.
-// few_queries.cu has the kernel for so few items that most multiprocessors would have none.
+// pairs.cu and clusters_of_eight.cu have the kernels for so few items that many multiprocessors would have none.
 #include <algorithm>
 #include <type_traits>
 
@@ -267,6 +267,13 @@ __global__ void __launch_bounds__(kThreads, 1) forward_kernel(const __grid_const
   }
 }
 
+// CTAs that share an item. As many clusters as run at once: one that must wait for another costs more than an item to
+// each multiprocessor. Eight win over two only where keys are widened, and where there is room for all.
+int cluster_size(const SparseAttentionForward& p, int items) {
+  if (p.kv_fp8 && items <= 8) return 8;
+  return items <= multiprocessors() / 2 ? 2 : 1;
+}
+
 }  // namespace
 }  // namespace attention
 
@@ -275,11 +282,16 @@ cudaError_t sparse_attention_forward(const SparseAttentionForward& p, cudaStream
   if (p.queries < 0 || (p.heads != 64 && p.heads != 128) || !(p.scale > 0)) return cudaErrorInvalidValue;
   if (p.queries == 0) return cudaSuccess;
   if (!is_hopper()) return launch_portable_forward(p, stream);
-  if (few_queries(p)) return launch_few_queries(p, stream);
+  const int items = p.queries * (p.heads / kTileHeads);
+  switch (cluster_size(p, items)) {
+    case 8:
+      return launch_clusters_of_eight(p, stream);
+    case 2:
+      return launch_pairs(p, stream);
+  }
   const auto kernel = p.kv_fp8 ? forward_kernel<true> : forward_kernel<false>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
   if (error != cudaSuccess) return error;
-  const int items = p.queries * (p.heads / kTileHeads);
   kernel<<<std::min(multiprocessors(), items), kThreads, sizeof(Shared), stream>>>(p);
   return cudaGetLastError();
 }

@@ -1,4 +1,4 @@
-// What the two forward kernels share, and with it the bits: scores of a block, the softmax's steps, the end of a row.
+// What the forward kernels share, and with it the bits: scores of a block, the softmax's steps, the end of a row.
 // Products that several places must agree on are rounded explicitly, so that no compiler fuses one of them.
 #pragma once
 
@@ -197,8 +197,9 @@ __device__ __forceinline__ void rotate_back(float* o, const float (&factor)[2], 
   }
 }
 
-// The kernel for so few items that a cluster of eight CTAs can have each (few_queries.cu); the same bits.
-bool few_queries(const SparseAttentionForward& arguments);
-cudaError_t launch_few_queries(const SparseAttentionForward& arguments, cudaStream_t stream);
+// The kernels for so few items that two CTAs (pairs.cu), or, with FP8 keys, eight (clusters_of_eight.cu), can have
+// each; the same bits.
+cudaError_t launch_pairs(const SparseAttentionForward& arguments, cudaStream_t stream);
+cudaError_t launch_clusters_of_eight(const SparseAttentionForward& arguments, cudaStream_t stream);
 
 }  // namespace plumb::kernels::attention

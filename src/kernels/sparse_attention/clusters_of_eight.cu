@@ -1,5 +1,5 @@
-// Sparse attention forward for few queries (decoding): a cluster of eight CTAs an item, so that one query is not the
-// work of one multiprocessor. Rounds of eight blocks:
+// Sparse attention forward for very few queries from an FP8 cache (decoding): a cluster of eight CTAs an item, so that
+// widening its keys is not the work of one multiprocessor, or of two (pairs.cu). Rounds of eight blocks:
 //   1. CTA r scores block r of the round and sends the largest score of each head to all CTAs.
 //   2. Each CTA walks through all largest scores in order of the list and so knows every reference of the softmax. It
 //      makes the weights of its own block and sends them to the other CTAs, with the lanes' sums of them.
@@ -57,29 +57,22 @@ struct Round {
 };
 
 // This CTA's block, whole rows: a warp has eight rows of a column half.
-template <bool kFp8>
 __device__ __forceinline__ void gather_keys(Shared& s, const SparseAttentionForward& p, const Round& round) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, half = warp >> 3, first_row = (warp & 7) * 8;
   const uint8_t* kv = static_cast<const uint8_t*>(p.kv);
   const int entry = round.entry(p.lists, round.rank, first_row + (lane & 7));
   const uint32_t present = __ballot_sync(~0u, entry >= 0);
   if (half == 0 && lane == 0) s.present[warp] = static_cast<uint8_t>(present);
-  if constexpr (kFp8)
-    gather_fp8_rows(s.keys[half], first_row, half, kv, entry);
-  else
-    gather_rows<8>(s.keys[half], first_row, kv + half * 512, entry, lane);
+  gather_fp8_rows(s.keys[half], first_row, half, kv, entry);
 }
 
 // This CTA's columns of all keys of the round, by the upper eight warps: eight lanes a row.
-template <bool kFp8>
 __device__ __forceinline__ void gather_values(Shared& s, const SparseAttentionForward& p, const Round& round) {
   constexpr int kTogether = 4;
-  const int unit = threadIdx.x & 7, row_bytes = kFp8 ? kFp8KeyBytes : kRowBytes;
+  const int unit = threadIdx.x & 7;
   const uint8_t* kv = static_cast<const uint8_t*>(p.kv);
-  const bool widened = kFp8 && round.rank < kFp8KeyCodes / 64;
-  const uint8_t* column = kv + (widened ? round.rank * 64 + unit * 8
-                                : kFp8  ? kFp8KeyCodes + unit * 16
-                                        : round.rank * 128 + unit * 16);
+  const bool widened = round.rank < kFp8KeyCodes / 64;
+  const uint8_t* column = kv + (widened ? round.rank * 64 + unit * 8 : kFp8KeyCodes + unit * 16);
 #pragma unroll 1
   for (int at = (threadIdx.x - 256) >> 3; at < kBlock * kCluster / kTogether; at += 32) {
     const int row = at % kBlock, first = at / kBlock * kTogether;
@@ -95,15 +88,15 @@ __device__ __forceinline__ void gather_values(Shared& s, const SparseAttentionFo
       for (int b = 0; b < kTogether; ++b) {
         codes[b] = make_uint2(0, 0), exponent[b] = 0;
         if (entry[b] < 0) continue;
-        codes[b] = __ldg(reinterpret_cast<const uint2*>(column + static_cast<size_t>(entry[b]) * row_bytes));
-        exponent[b] = __ldg(kv + static_cast<size_t>(entry[b]) * row_bytes + kFp8KeyScales + round.rank);
+        codes[b] = __ldg(reinterpret_cast<const uint2*>(column + static_cast<size_t>(entry[b]) * kFp8KeyBytes));
+        exponent[b] = __ldg(kv + static_cast<size_t>(entry[b]) * kFp8KeyBytes + kFp8KeyScales + round.rank);
       }
 #pragma unroll
       for (int b = 0; b < kTogether; ++b) store_shared_16(to + b * kPanelBytes, widen_eight(codes[b], exponent[b]));
     } else {
 #pragma unroll
       for (int b = 0; b < kTogether; ++b)
-        copy16(to + b * kPanelBytes, column + static_cast<size_t>(max(entry[b], 0)) * row_bytes,
+        copy16(to + b * kPanelBytes, column + static_cast<size_t>(max(entry[b], 0)) * kFp8KeyBytes,
                entry[b] >= 0 ? 16 : 0);
     }
   }
@@ -111,11 +104,11 @@ __device__ __forceinline__ void gather_values(Shared& s, const SparseAttentionFo
 
 // The next round's own block into L2 while this round is computed; there is no room for it in shared memory.
 __device__ __forceinline__ void prefetch_keys(const SparseAttentionForward& p, const Round& round) {
-  const int row = threadIdx.x >> 3, line = threadIdx.x & 7, bytes = p.kv_fp8 ? kFp8KeyBytes : kRowBytes;
+  const int row = threadIdx.x >> 3, line = threadIdx.x & 7;
   const int entry = round.entry(p.lists, round.rank + kCluster, row);
-  if (entry >= 0 && line * 128 < bytes)
+  if (entry >= 0 && line * 128 < kFp8KeyBytes)
     asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const uint8_t*>(p.kv) +
-                                                  static_cast<size_t>(entry) * bytes + line * 128));
+                                                  static_cast<size_t>(entry) * kFp8KeyBytes + line * 128));
 }
 
 // For descriptors, which the compiler then computes once a warp: four moves a product less.
@@ -254,9 +247,8 @@ struct Consumer {
   }
 };
 
-template <bool kFp8>
 __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
-    few_queries_kernel(const __grid_constant__ SparseAttentionForward p) {
+    clusters_of_eight_kernel(const __grid_constant__ SparseAttentionForward p) {
   extern __shared__ __align__(1024) uint8_t raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
   const int index = blockIdx.x / kCluster, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -282,18 +274,16 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
       barrier_arrive_expect(shared_address(&s.weights_full),
                             (round.count - (round.has_own() ? 1 : 0)) * static_cast<uint32_t>(sizeof(Weights)));
     }
-    if (round.has_own()) gather_keys<kFp8>(s, p, round);
-    copy_commit();
-    if (!kFp8 && warp >= 8) gather_values<kFp8>(s, p, round);
+    if (round.has_own()) gather_keys(s, p, round);
     copy_commit();
     prefetch_keys(p, round);
     cluster_wait();  // from here on the others may be written to
-    copy_wait<1>();
+    copy_wait<0>();
     async_proxy_fence();
     __syncthreads();
 
-    if (kFp8 && warp >= 8) {  // ordinary loads, which the scores need not wait for
-      gather_values<kFp8>(s, p, round);
+    if (warp >= 8) {  // ordinary loads, which the scores need not wait for
+      gather_values(s, p, round);
       copy_commit();
     }
     if (threadIdx.x < kConsumers) {
@@ -313,19 +303,14 @@ __global__ void __cluster_dims__(kCluster, 1, 1) __launch_bounds__(kThreads, 1)
   cluster_wait();
 }
 
-int items_of(const SparseAttentionForward& p) { return p.queries * (p.heads / kTileHeads); }
-
 }  // namespace
 
-// So many clusters run at once for certain: one that must wait for another costs more than the other kernel, unless
-// keys are widened, which clusters do so much faster that even two waves win.
-bool few_queries(const SparseAttentionForward& p) { return items_of(p) <= (p.kv_fp8 ? 16 : 8); }
-
-cudaError_t launch_few_queries(const SparseAttentionForward& p, cudaStream_t stream) {
-  const auto kernel = p.kv_fp8 ? few_queries_kernel<true> : few_queries_kernel<false>;
+cudaError_t launch_clusters_of_eight(const SparseAttentionForward& p, cudaStream_t stream) {
+  const auto kernel = clusters_of_eight_kernel;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared));
   if (error != cudaSuccess) return error;
-  kernel<<<items_of(p) * kCluster, kThreads, sizeof(Shared), stream>>>(p);
+  const int items = p.queries * (p.heads / kTileHeads);
+  kernel<<<items * kCluster, kThreads, sizeof(Shared), stream>>>(p);
   return cudaGetLastError();
 }
 
