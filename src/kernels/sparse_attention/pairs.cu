@@ -12,7 +12,8 @@
 // blocks are kept apart, as the two warpgroups there do.
 //
 // What passes between the CTAs is sent by st.async and so completes on the receiver's barriers, together with its
-// bytes.
+// bytes. Waiting there with a CTA's scope is enough; a cluster's, which would order ordinary stores of the other CTA
+// too, takes several hundred cycles each time.
 //
 // The warpgroups of a CTA are stages of a pipeline that runs through both:
 //   warpgroups 0, 1   scores of even, of odd blocks
@@ -192,7 +193,7 @@ __device__ __forceinline__ void gather(Shared& s, const SparseAttentionForward& 
 // CTA 1: the sums over the columns of CTA 0.
 __device__ __forceinline__ void receive_scores(Shared& s, float (&scores)[32], int block) {
   const int warp = (threadIdx.x % kGroup) >> 5, lane = threadIdx.x & 31, parity = block & 1;
-  barrier_wait_cluster(shared_address(&s.partial_full[parity]), (block >> 1) & 1);
+  barrier_wait(shared_address(&s.partial_full[parity]), (block >> 1) & 1);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const uint4 four = s.partial(parity)[warp].scores[i][lane];
@@ -207,7 +208,7 @@ __device__ __forceinline__ void receive_scores(Shared& s, float (&scores)[32], i
 // CTA 0: to CTA 1.
 __device__ __forceinline__ void send_scores(Shared& s, const float (&scores)[32], int block) {
   const int warp = (threadIdx.x % kGroup) >> 5, lane = threadIdx.x & 31, parity = block & 1;
-  barrier_wait_cluster(shared_address(&s.partial_empty[parity]), ((block >> 1) & 1) ^ 1);
+  barrier_wait(shared_address(&s.partial_empty[parity]), ((block >> 1) & 1) ^ 1);
 #pragma unroll
   for (int i = 0; i < 8; ++i)
     send_16(shared_address(&s.partial(parity)[warp].scores[i][lane]), 1,
@@ -221,7 +222,7 @@ __device__ __forceinline__ void send_weights(Shared& s, const uint32_t (&weights
                                              int block) {
   const int warp = (threadIdx.x % kGroup) >> 5, lane = threadIdx.x & 31, parity = block & 1;
   const uint32_t full = shared_address(&s.weights_full[parity]);
-  barrier_wait_cluster(shared_address(&s.weights_empty[parity]), ((block >> 1) & 1) ^ 1);
+  barrier_wait(shared_address(&s.weights_empty[parity]), ((block >> 1) & 1) ^ 1);
   Weights& out = s.weights[parity][warp];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -356,7 +357,7 @@ __device__ __forceinline__ void add_values(Shared& s, const SparseAttentionForwa
 #pragma unroll
     for (const Place& unit : units) barrier_wait(&s.keys_full[unit.unit], unit.parity);
     async_proxy_fence();
-    barrier_wait_cluster(shared_address(&s.weights_full[parity]), (b >> 1) & 1);
+    barrier_wait(shared_address(&s.weights_full[parity]), (b >> 1) & 1);
     uint32_t weights[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -394,7 +395,7 @@ __device__ __forceinline__ void add_values(Shared& s, const SparseAttentionForwa
     barrier_arrive(&s.keys_empty[units[1].unit]);
   }
   cluster_arrive_relaxed();  // this CTA sends nothing more, and has received all but the factors
-  barrier_wait_cluster(shared_address(&s.factor_full), 0);
+  barrier_wait(shared_address(&s.factor_full), 0);
   const float factor[2] = {s.factor[row], s.factor[row + 8]};
   __nv_bfloat16* out =
       static_cast<__nv_bfloat16*>(p.o) + (static_cast<size_t>(index) * kTileHeads + row) * kDim + rank * kColumns;
