@@ -27,7 +27,9 @@ struct Shape {
   bool swiglu;
 };
 
-void run(Report& report, const Shape& s) {
+// shared_down: ms of the way down of this product's adapter as its part of one pass for all that read x; 0: reads x
+// alone.
+void run(Report& report, const Shape& s, double shared_down) {
   const Array<uint8_t> records(size_t(s.groups) * (s.n / kRecordRows) * (s.k / kBlock) * record_bytes(s.format));
   bytes_kernel<<<2048, 256>>>(records.get(), records.size(), s.format == WeightFormat::fp4);
   const Array<float> bases(std::vector<float>(size_t(s.groups) * (s.n / kBlock) * block_stride(s.k), 0x1p-12f));
@@ -83,6 +85,9 @@ void run(Report& report, const Shape& s) {
   report.bytes(name + ": T", 2.0 * s.rows * s.k, way_down);
   report.ratio(name + ": epilogue, extra time", 100 * (with / base - 1));
   report.ratio(name + ": epilogue and way down, extra time", 100 * ((with + way_down) / base - 1));
+  if (shared_down > 0)
+    report.ratio(name + ": epilogue and its part of a shared way down, extra time",
+                 100 * ((with + shared_down) / base - 1));
 
   const auto dx = [&](const lora::LowRank& l) { linear_backward_input(w, dy.get(), back, out.get(), nullptr, l); };
   const auto backwards = medians_ms(9, {[&] { dx({}); }, [&] { dx(backward); }});
@@ -105,6 +110,38 @@ void run(Report& report, const Shape& s) {
       report.bytes(name + ": dA", 2.0 * s.rows * s.k, time_a);
   report.ratio(name + ": dx, extra time of the epilogue", 100 * (with_dx / base_dx - 1));
   report.ratio(name + ": backward with dA and dB, extra time", 100 * ((with_dx + time_a + time_b) / base_dx - 1));
+}
+
+// The way down of all that reads x in attention: wq_a, wkv and the compressor's two, together and each on its own. ->
+// ms together for kTokens.
+double run_shared_down(Report& report) {
+  constexpr int kProducts = 4, kWidth = 4096;
+  double many = 0;
+  for (const int rows : {1, 256, kTokens}) {
+    const Array<uint16_t> x(size_t(rows) * kWidth, 1, 1);
+    const Array<float> a(size_t(kProducts) * kRank * kWidth, 0.02f, 3), t(size_t(kProducts) * rows * kRank);
+    const size_t size = row_linear::split_bytes(1, kRank, kWidth) / 2;
+    const int copies = cold_copies(2.0 * x.size() + 2.0 * size * kProducts);
+    const Array<uint16_t> planes(size * kProducts * copies);
+    for (int i = 0; i < kProducts * copies; ++i)
+      row_linear::split_weight(a.get() + i % kProducts * kRank * kWidth, 1, kRank, kWidth, 2, planes.get() + i * size,
+                               nullptr);
+    const auto down = [&](int first, int count, int copy, cudaStream_t stream) {
+      std::vector<row_linear::Down> downs;
+      for (int i = first; i < first + count; ++i)
+        downs.push_back(
+            {planes.get() + (copy * kProducts + i) * size, nullptr, kRank, t.get() + size_t(i) * rows * kRank});
+      row_linear::few_outputs(x.get(), nullptr, nullptr, rows, 1, kWidth, downs, stream);
+    };
+    const double together = cold_ms(copies, [&](int copy, cudaStream_t stream) { down(0, kProducts, copy, stream); });
+    const double alone = cold_ms(copies, [&](int copy, cudaStream_t stream) {
+      for (int i = 0; i < kProducts; ++i) down(i, 1, copy, stream);
+    });
+    const std::string name = "T of four products of x, " + std::to_string(rows) + (rows == 1 ? " row" : " rows");
+    report.time(name + ", one launch", together), report.time(name + ", a launch each", alone);
+    many = together;
+  }
+  return many;
 }
 
 // wo_a: eight groups of heads beside each other in a row, one A for all.
@@ -138,13 +175,13 @@ void run_grouped_output(Report& report) {
 
 int main(int argc, char** argv) {
   Report report("lora");
-  for (const Shape& s :
-       {Shape{"experts w1 w3, FP4 [4096, 4096]", WeightFormat::fp4, 256, 6 * kTokens, 4096, 4096, true},
-        {"experts w2, FP4 [4096, 2048]", WeightFormat::fp4, 256, 6 * kTokens, 4096, 2048, false},
-        {"wq_b, FP8 [32768, 1024]", WeightFormat::fp8, 1, kTokens, 32768, 1024, false},
-        {"wo_b, FP8 [4096, 8192]", WeightFormat::fp8, 1, kTokens, 4096, 8192, false},
-        {"wq_a, FP8 [1024, 4096]", WeightFormat::fp8, 1, kTokens, 1024, 4096, false}})
-    run(report, s);
+  const double shared_down = run_shared_down(report) / 4;
+  const auto fp4 = WeightFormat::fp4, fp8 = WeightFormat::fp8;
+  run(report, {"experts w1 w3, FP4 [4096, 4096]", fp4, 256, 6 * kTokens, 4096, 4096, true}, 0);
+  run(report, {"experts w2, FP4 [4096, 2048]", fp4, 256, 6 * kTokens, 4096, 2048, false}, 0);
+  run(report, {"wq_b, FP8 [32768, 1024]", fp8, 1, kTokens, 32768, 1024, false}, 0);
+  run(report, {"wo_b, FP8 [4096, 8192]", fp8, 1, kTokens, 4096, 8192, false}, 0);
+  run(report, {"wq_a, FP8 [1024, 4096]", fp8, 1, kTokens, 1024, 4096, false}, shared_down);
   run_grouped_output(report);
   report.write(argc, argv);
 }

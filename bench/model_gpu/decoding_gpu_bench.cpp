@@ -2,8 +2,10 @@
 // replayed as CUDA graphs.
 //
 // usage: decoding_gpu_bench [RESULT.json]
-//        decoding_gpu_bench --step BATCH   one plain step of so many sequences between cudaProfilerStart and Stop, for
-//                                          ncu --profile-from-start off
+//        decoding_gpu_bench --step BATCH [ADAPTERS]   one plain step of so many sequences, with so many adapters in
+//        turns
+//                                                     (none), between cudaProfilerStart and Stop, for
+//                                                     ncu --profile-from-start off
 #include <cuda_profiler_api.h>
 
 #include <algorithm>
@@ -95,6 +97,12 @@ class Decoding {
   double recording_ = 0;
 };
 
+std::vector<std::shared_ptr<Adapter>> make_adapters(const WeightStore& weights, int count) {
+  std::vector<std::shared_ptr<Adapter>> adapters;
+  for (int a = 0; a < count; ++a) adapters.push_back(testing::flash_adapter(weights.config(), 8, 2 + a));
+  return adapters;
+}
+
 // Of `count` adapters, in turns.
 AdapterBatch in_turns(const std::vector<std::shared_ptr<Adapter>>& adapters, int count, int batch) {
   AdapterBatch rows;
@@ -149,8 +157,7 @@ Figures measure() {
     for (int batch : {1, 16, 64, 256}) sampling[batch] = head.measure(batch);
   }
   const auto weights = four_layers();
-  std::vector<std::shared_ptr<Adapter>> adapters;
-  for (int a = 0; a < 2; ++a) adapters.push_back(testing::flash_adapter(weights->config(), 8, 2 + a));
+  const auto adapters = make_adapters(*weights, 2);
   Figures figures = Figures::array();
   std::printf(
       "sequences adapters  plain ms (launching)  replayed ms (launching)  recording ms  graphs MB  sampling ms\n");
@@ -177,13 +184,14 @@ Figures measure() {
 }
 
 int profile_step(int argc, char** argv) {
-  const int batch = argc == 3 ? std::atoi(argv[2]) : 0;
-  if (batch < 1) {
-    std::fprintf(stderr, "usage: decoding_gpu_bench --step BATCH\n");
+  const int batch = argc == 3 || argc == 4 ? std::atoi(argv[2]) : 0, count = argc == 4 ? std::atoi(argv[3]) : 0;
+  if (batch < 1 || count < 0) {
+    std::fprintf(stderr, "usage: decoding_gpu_bench --step BATCH [ADAPTERS]\n");
     return 2;
   }
   const auto weights = four_layers();
-  Decoding decoding(*weights, nullptr, batch);
+  const AdapterBatch rows = in_turns(make_adapters(*weights, count), count, batch);
+  Decoding decoding(*weights, count > 0 ? &rows : nullptr, batch);
   decoding.measure(false);
   cudaProfilerStart();
   decoding.step(0, false);

@@ -172,9 +172,14 @@ Tensor attention_forward(const PassContext& ctx, const LayerWeights& w, int laye
   LayerCache* cache = ctx.cache ? &ctx.cache->at(layer) : nullptr;
   s.x = x;
 
+  const LoraList wq_a_lora = lora_of(ctx, layer, &LayerLora::wq_a), wkv_lora = lora_of(ctx, layer, &LayerLora::wkv);
+  ops::low_rank_together(x, {{wq_a_lora, &s.low_rank_wq_a},
+                             {wkv_lora, &s.low_rank_wkv},
+                             {lora_of(ctx, layer, &LayerLora::compressor_wkv), &s.main.low_rank_kv},
+                             {lora_of(ctx, layer, &LayerLora::compressor_wgate), &s.main.low_rank_gate}});
+
   // Queries: low rank, norm, heads, norm of every head, rotation of the last channels.
-  s.qa = ops::linear(x, w.attn.wq_a, lora_of(ctx, layer, &LayerLora::wq_a), {n, Point::act_wq_a, Point::out_wq_a},
-                     &s.low_rank_wq_a);
+  s.qa = ops::linear(x, w.attn.wq_a, wq_a_lora, {n, Point::act_wq_a, Point::out_wq_a}, &s.low_rank_wq_a);
   s.qr = ops::rms_norm(s.qa, w.attn.q_norm, eps(ctx), {n, Point::norm_q});
   s.qb = ops::linear(s.qr, w.attn.wq_b, lora_of(ctx, layer, &LayerLora::wq_b), {n, Point::act_wq_b, Point::out_wq_b},
                      &s.low_rank_wq_b)
@@ -182,8 +187,7 @@ Tensor attention_forward(const PassContext& ctx, const LayerWeights& w, int laye
   s.q = ops::finish_vectors(s.qb, {}, rotary(ctx, w.kind), query_steps(ctx));
 
   // Window keys: one head, the key is the value.
-  s.kva = single(ops::linear(x, w.attn.wkv, lora_of(ctx, layer, &LayerLora::wkv), {n, Point::act_wkv, Point::out_wkv},
-                             &s.low_rank_wkv));
+  s.kva = single(ops::linear(x, w.attn.wkv, wkv_lora, {n, Point::act_wkv, Point::out_wkv}, &s.low_rank_wkv));
   const Tensor kv = ops::finish_vectors(s.kva, w.attn.kv_norm, rotary(ctx, w.kind), key_steps(ctx));
   put(ctx, "q", layer, s.q), put(ctx, "kv", layer, rows_of(kv));
 

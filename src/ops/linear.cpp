@@ -60,6 +60,14 @@ Tensor linear(const Tensor& x, const Linear& w, const LoraList& lora, const Line
   return y;
 }
 
+void low_rank_together(const Tensor& x, const std::vector<WayDown>& downs) {
+  for (const WayDown& d : downs) {
+    for (const LoraRows& part : d.lora) check_rows("x", x, part.pair->a.size(1));
+    *d.low_rank = {};
+  }
+  PLUMB_ON_GPU(x, low_rank_together(x, downs));
+}
+
 void linear_into(const float* x, int64_t ldx, int64_t rows, const Linear& w, float* y, int64_t ldy) {
   check_weight(w);
   matmul(rows, {x, ldx, 1}, panel_of(w, true), y, ldy, false);

@@ -65,9 +65,18 @@ struct LinearPoints {
 namespace ops {
 
 // x [rows,in] -> [rows,out]: y = round_out( round_act(x) W^T + sum of the adapters' deltas on the unrounded x ).
-// low_rank: if not null, a GPU leaves x A^T of the adapters there for the backward pass; a CPU leaves it as it is.
+// low_rank: if not null, a GPU leaves x A^T of the adapters there for the backward pass, or takes it from there if
+// low_rank_together has made it; a CPU leaves it as it is.
 Tensor linear(const Tensor& x, const Linear& w, const LoraList& lora = {}, const LinearPoints& points = {},
               Tensor* low_rank = nullptr);
+
+// x A^T of the adapters of several products that read x, for `linear` and in one pass over x: decoding waits for one
+// launch, training reads x once. The same bits as without this. A CPU, and an empty list, leave theirs undefined.
+struct WayDown {
+  const LoraList& lora;
+  Tensor* low_rank;
+};
+void low_rank_together(const Tensor& x, const std::vector<WayDown>& downs);
 
 // The plain product on raw memory: y[r, 0..out) (+)= x[r, 0..in) W^T, with row strides; for views into wider rows.
 void linear_into(const float* x, int64_t ldx, int64_t rows, const Linear& w, float* y, int64_t ldy);

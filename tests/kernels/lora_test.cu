@@ -317,6 +317,92 @@ TEST(Lora, SmallWayDownOfManyAdapters) {
   }
 }
 
+// Several products of the same rows go down in one launch (or two: more than 32 outputs), some rows or many: an output
+// has the bits that it has alone. With adapters, rows name theirs.
+void check_way_down_together(const std::vector<int>& counts, int k, bool adapters) {
+  const int most = counts.back(), ranks[] = {8, 4, 16, 12};
+  const Buffer<uint16_t> x(random_rows(most, k, 7));
+  std::vector<int> adapter(most);
+  for (int r = 0; r < most; ++r) adapter[r] = r * 7 % 10 < 4 ? 0 : r * 7 % 10 < 8 ? 1 : -1;
+  const Buffer<int> of_row(adapter);
+  const int* rows_adapter = adapters ? of_row.get() : nullptr;
+  std::vector<std::unique_ptr<Buffer<uint16_t>>> planes;
+  std::vector<std::unique_ptr<Buffer<const uint16_t*>>> tables;
+  std::vector<std::vector<float>> all;  // of each product, of most rows
+  for (const int n : ranks) {
+    std::vector<const uint16_t*> pointers;
+    for (int a = 0; a < 2; ++a) {
+      const Buffer<float> weight(
+          random_floats(static_cast<size_t>(n) * k, 0.02f, 40 + static_cast<int>(planes.size())));
+      planes.push_back(std::make_unique<Buffer<uint16_t>>(row_linear::split_bytes(1, n, k) / 2));
+      row_linear::split_weight(weight.get(), 1, n, k, 2, planes.back()->get(), nullptr);
+      check_cuda(cudaDeviceSynchronize(), "split");
+      pointers.push_back(planes.back()->get());
+    }
+    tables.push_back(std::make_unique<Buffer<const uint16_t*>>(pointers));
+    Buffer<float> out(static_cast<size_t>(most) * n);
+    row_linear::few_outputs(x.get(), nullptr, nullptr, most, {pointers[0], 1, n, k}, out.get(), nullptr,
+                            {tables.back()->get(), rows_adapter, 2});
+    all.push_back(out.host());
+  }
+  for (const int count : counts) {
+    std::vector<std::unique_ptr<Buffer<float>>> out;
+    std::vector<row_linear::Down> downs;
+    for (size_t i = 0; i < std::size(ranks); ++i) {
+      out.push_back(std::make_unique<Buffer<float>>(static_cast<size_t>(count) * ranks[i]));
+      downs.push_back({planes[2 * i]->get(), tables[i]->get(), ranks[i], out.back()->get()});
+    }
+    row_linear::few_outputs(x.get(), nullptr, nullptr, count, 1, k, downs, nullptr, rows_adapter, 2);
+    for (size_t i = 0; i < std::size(ranks); ++i) {
+      const auto together = out[i]->host();
+      for (int r = 0; r < count; ++r) {
+        const size_t at = static_cast<size_t>(r) * ranks[i];
+        if (adapters && adapter[r] < 0)
+          ASSERT_TRUE(std::isnan(together[at])) << "a row without adapter was written";
+        else
+          ASSERT_TRUE(std::equal(together.begin() + at, together.begin() + at + ranks[i], all[i].begin() + at))
+              << count << " rows, row " << r << " of product " << i;
+      }
+    }
+  }
+}
+TEST(Lora, SmallWayDownTogether) { check_way_down_together({1, 40, 70}, 512, true); }
+TEST(Lora, WayDownTogether) {
+  for (const bool adapters : {false, true}) {
+    check_way_down_together({1, 16, 17, 300, 900, 5000}, 4096, adapters);
+    check_way_down_together({3, 600, 4100}, 8192, adapters);
+    check_way_down_together({3, 600, 4100}, 1056, adapters);  // parts of different sizes
+  }
+}
+
+// Rows of groups, few and many: an output has the bits that its row has alone.
+TEST(Lora, WayDownOfGroups) {
+  const int groups = 40, n = 8, k = 1024;
+  const Buffer<float> weight(random_floats(static_cast<size_t>(groups) * n * k, 0.02f, 60));
+  const Buffer<uint16_t> planes(row_linear::split_bytes(groups, n, k) / 2);
+  row_linear::split_weight(weight.get(), groups, n, k, 2, planes.get(), nullptr);
+  for (const int size : {0, 1, 20, 300}) {  // 0: six groups have a row
+    std::vector<int> counts(groups), group;
+    for (int g = 0; g < groups; ++g) {
+      counts[g] = size == 0 ? g % 7 == 3 : g % 5 == 2 ? 0 : size + g % 4 * size;
+      group.insert(group.end(), counts[g], g);
+    }
+    const int rows = static_cast<int>(group.size());
+    const Buffer<uint16_t> x(random_rows(rows, k, 8));
+    const Buffer<int> first(first_rows(counts));
+    Buffer<float> out(static_cast<size_t>(rows) * n), alone(n);
+    row_linear::few_outputs(x.get(), nullptr, first.get(), rows, {planes.get(), groups, n, k}, out.get(), nullptr);
+    const auto all = out.host();
+    for (int r = 0; r < rows; r += 1 + rows / 100) {
+      const uint16_t* own = planes.get() + row_linear::split_bytes(1, n, k) / 2 * group[r];
+      row_linear::few_outputs(x.get() + static_cast<size_t>(r) * k, nullptr, nullptr, 1, {own, 1, n, k}, alone.get(),
+                              nullptr);
+      const auto v = alone.host();
+      ASSERT_TRUE(std::equal(v.begin(), v.end(), all.begin() + static_cast<size_t>(r) * n)) << size << " row " << r;
+    }
+  }
+}
+
 // Bounds. Tensor cores add 16 exact products and the running sum with an error of an ulp of the largest: three times
 // (one for each part of t) for 16 rows, less than rows * 2^-24 of the sum of magnitudes, where segments of rows add one
 // rounding each. u: three parts of W, chains of up to 128 columns, then sums of up to 300 numbers.

@@ -306,7 +306,7 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
       const Place place = fresh_place();
       const int width = p.k_blocks * kBlock;
       if constexpr (kLowRank)
-        add_low_rank(total, slabs, p.low_rank, {tile.group, width, tile.weight_tile * kBlock}, tile, place);
+        add_low_rank<false>(total, slabs, p.low_rank, {tile.group, width, tile.weight_tile * kBlock}, tile, place);
       write_bf16(m, total, tile, place, p.out, width);
     }
     __syncwarp();

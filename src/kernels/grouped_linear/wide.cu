@@ -22,6 +22,7 @@
 #include "kernels/hopper/tma.cuh"
 #include "kernels/hopper/wgmma_fp8.cuh"
 #include "kernels/launch.cuh"
+#include "kernels/lora/staged.cuh"
 
 namespace plumb::kernels::grouped_linear {
 namespace {
@@ -31,6 +32,10 @@ using namespace hopper;
 constexpr int kBlockRows = kRecordRows / 2;  // weight rows computed at a time
 constexpr int kScaleChunk = kWideScaleBox;   // K blocks whose scales arrive together
 constexpr int kStages = kQueueSlots;         // of codes and of weights
+
+// What a tile's end adds: nothing; one adapter of a small rank, which is what training has and which waits in shared
+// memory (lora/staged.cuh); adapters as rows name them, of any rank, read from memory.
+enum class Adapter { none, staged, any };
 
 // Shared memory by 32-bit addresses. Each consumer has its own ring of token slabs: it releases a slab as soon as its
 // products are done and does not wait for the other consumer, and a tile of 128 tokens prefetches twice as far as one
@@ -53,7 +58,8 @@ struct Memory {
   static constexpr int kTileStart = kOutputStart + 8 * kWarpOutputBytes;
   static constexpr int kBarrierStart = kTileStart + kStages * static_cast<int>(sizeof(Tile));
   static constexpr int kBarriers = 4 * kSlabSlots + 6 * kStages + 4;
-  static constexpr int kBytes = kBarrierStart + 8 * kBarriers;
+  static constexpr int kFactorStart = kBarrierStart + 8 * kBarriers;  // the address of a staged adapter's factor
+  static constexpr int kBytes = kFactorStart + 8;
 
   uint32_t start;
   __device__ __forceinline__ uint32_t barrier(int i) const { return start + kBarrierStart + 8 * i; }
@@ -277,7 +283,7 @@ __device__ __forceinline__ void write_hidden(const float (&total)[2][64], int sl
 }
 
 // ---- A consumer warpgroup ------------------------------------------------------------------------------------------
-template <Epilogue kEpilogue, bool kLowRank, typename M>
+template <Epilogue kEpilogue, Adapter kAdapter, typename M>
 __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner, int thread) {
   const int warp = uniform(thread / 32), lane = thread % 32;
   // uniform() keeps these in registers; the compiler would derive them anew before each product.
@@ -336,10 +342,8 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
   };
 
   // The corners in which results are staged serve low-rank factors until then.
-  static_assert(lora::kCornerBytes <= M::kWarpOutputBytes);
-  const auto staged = [&](const Place& place) {
-    return lora::Staged{m.start + M::kOutputStart + place.owner * 4 * M::kWarpOutputBytes, M::kWarpOutputBytes};
-  };
+  static_assert(lora::Staged::kCornerBytes == M::kWarpOutputBytes);
+  const lora::Staged staged{m.start + M::kOutputStart + owner * 4 * M::kWarpOutputBytes};
   const auto outputs_of = [&](const Tile& tile, int part) {
     return lora::Outputs{tile.group, p.n, (tile.weight_tile * M::kParts + part) * kBlock};
   };
@@ -349,12 +353,14 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
     if (rows == 0) return;
     const int slabs = (rows > owner * kSlabRows) + (rows > (owner + 2) * kSlabRows);
     for (int part = 0; part < M::kParts; ++part) {
-      if (kLowRank && lora::can_stage(p.low_rank)) {
+      if constexpr (kAdapter == Adapter::staged) {
         const Tile tile = queue_read(m, item);
         const Place place = fresh_place();
         const int row = place.first_row(place.lane / 16) + place.lane % 16;
-        lora::stage(p.low_rank, outputs_of(tile, part), staged(place), tile.first_row + min(row, tile.rows - 1),
-                    place.warp, place.lane);
+        const uint64_t factor = static_cast<uint64_t>(load_shared_4(m.start + M::kFactorStart + 4)) << 32 |
+                                load_shared_4(m.start + M::kFactorStart);
+        lora::stage(p.low_rank, reinterpret_cast<const uint32_t*>(factor), outputs_of(tile, part), staged,
+                    tile.first_row + min(row, tile.rows - 1), place.warp, place.lane);
       }
 #pragma unroll
       for (int i = 0; i < 64; ++i) total[0][i] = total[1][i] = partial[i] = 0.0f;  // partial: dead in the epilogue
@@ -396,18 +402,12 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
         scale_step += kScaleChunk - scale_step % kScaleChunk;
       }
 
-      const Tile tile = queue_read(m, item);
       const Place place = fresh_place();
-      if constexpr (kLowRank) {
-        if (lora::can_stage(p.low_rank)) {
-          copy_wait<0>();
-          group_barrier(1 + place.owner, 128);
-          lora::add_staged(total, slabs, p.low_rank.rank, staged(place), place.warp, place.lane);
-          group_barrier(1 + place.owner, 128);  // the corners are free for results
-        } else {
-          add_low_rank(total, slabs, p.low_rank, outputs_of(tile, part), tile, place);
-        }
-      }
+      if constexpr (kAdapter == Adapter::staged)
+        lora::add_staged(total, partial, staged, 1 + owner, place.warp, place.lane);
+      const Tile tile = queue_read(m, item);
+      if constexpr (kAdapter == Adapter::any)
+        add_low_rank<true>(total, slabs, p.low_rank, outputs_of(tile, part), tile, place);
       if constexpr (kEpilogue == Epilogue::bf16) {
         write_bf16(m, total, tile, place, p.out, p.n);
       } else {
@@ -423,7 +423,7 @@ __device__ __forceinline__ void consume(const M& m, const Problem& p, int owner,
   }
 }
 
-template <WeightFormat kFormat, Epilogue kEpilogue, bool kLowRank>
+template <WeightFormat kFormat, Epilogue kEpilogue, Adapter kAdapter>
 __global__ void __launch_bounds__(kWideThreads, 1)
     wide_kernel(const __grid_constant__ CUtensorMap tokens, const __grid_constant__ CUtensorMap scales,
                 const Problem p) {
@@ -432,6 +432,10 @@ __global__ void __launch_bounds__(kWideThreads, 1)
   const M m{static_cast<uint32_t>(uniform(shared_address(shared)))};
   const int group = uniform(threadIdx.x / 128);
   if (threadIdx.x == 0) prefetch_map(&tokens), prefetch_map(&scales), m.init_barriers();
+  if (kAdapter == Adapter::staged && threadIdx.x == 32) {
+    const uint64_t factor = reinterpret_cast<uint64_t>(p.low_rank.factor[0]);
+    store_shared_8(m.start + M::kFactorStart, static_cast<uint32_t>(factor), static_cast<uint32_t>(factor >> 32));
+  }
   __syncthreads();
 
   if (group < 2) {
@@ -445,15 +449,21 @@ __global__ void __launch_bounds__(kWideThreads, 1)
       convert(m, p, role - 2, threadIdx.x % 32);
   } else {
     take_registers<kConsumerRegisters>();
-    consume<kEpilogue, kLowRank>(m, p, group - 2, threadIdx.x % 128);
+    consume<kEpilogue, kAdapter>(m, p, group - 2, threadIdx.x % 128);
   }
 }
 
 template <WeightFormat kFormat, Epilogue kEpilogue>
 void launch(int blocks, const CUtensorMap& tokens, const CUtensorMap& scales, const Problem& p, cudaStream_t stream) {
-  launch_with_shared(
-      p.low_rank.rank > 0 ? wide_kernel<kFormat, kEpilogue, true> : wide_kernel<kFormat, kEpilogue, false>, blocks,
-      kWideThreads, Memory<kFormat, kEpilogue>::kBytes, stream, tokens, scales, p);
+  const auto run = [&](auto kernel) {
+    launch_with_shared(kernel, blocks, kWideThreads, Memory<kFormat, kEpilogue>::kBytes, stream, tokens, scales, p);
+  };
+  if (p.low_rank.rank == 0)
+    run(wide_kernel<kFormat, kEpilogue, Adapter::none>);
+  else if (lora::can_stage(p.low_rank))
+    run(wide_kernel<kFormat, kEpilogue, Adapter::staged>);
+  else
+    run(wide_kernel<kFormat, kEpilogue, Adapter::any>);
 }
 
 }  // namespace

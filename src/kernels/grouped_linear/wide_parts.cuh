@@ -75,13 +75,14 @@ __device__ __forceinline__ void write_bf16(const M& m, const float (&total)[2][6
   }
 }
 
+template <bool kOwnChain>  // of lora::add_to_rows
 __device__ __forceinline__ void add_low_rank(float (&total)[2][64], int slabs, const lora::LowRank& l,
                                              const lora::Outputs& outputs, const Tile& tile, const Place& place) {
   int row[2][2];
 #pragma unroll
   for (int i = 0; i < 4; ++i)
     row[i / 2][i % 2] = tile.first_row + min(place.first_row(i / 2) + place.lane / 4 + i % 2 * 8, tile.rows - 1);
-  lora::add_to_rows(total, slabs, l, outputs, row, place.lane);
+  lora::add_to_rows<kOwnChain>(total, slabs, l, outputs, row, place.lane);
 }
 
 }  // namespace plumb::kernels::grouped_linear

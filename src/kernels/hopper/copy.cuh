@@ -6,9 +6,12 @@
 
 namespace plumb::kernels::hopper {
 
-// ---- cp.async: 16 bytes from global to shared memory; bytes = 0 fills with zeros and reads nothing ----
+// ---- cp.async: 16 bytes from global to shared memory (bytes = 0 fills with zeros and reads nothing), or 4 ----
 __device__ __forceinline__ void copy16(uint32_t shared, const void* global, uint32_t bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy4(uint32_t shared, const void* global) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global) : "memory");
 }
 __device__ __forceinline__ void copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // All but the newest kPending groups of this thread have landed.

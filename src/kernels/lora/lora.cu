@@ -12,27 +12,25 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Four words: numbers 2 (q % 2), + 1 of four of the rank, of outputs r, r + 8, r + 16, r + 24 of 32.
+// Four words: high and low parts of numbers 2 q, + 1 of eight of the rank, of outputs r and r + 8 of 16.
 __device__ __forceinline__ void pack_item(const Factor& f, size_t i) {
-  const int lane = static_cast<int>(i % 32), q = lane % 4;
-  const int output = static_cast<int>(i / 32 % (f.n / 32)) * 32 + lane / 4;
-  const size_t four = i / f.n, group = four / (f.rank / 4);
-  const int j = static_cast<int>(four % (f.rank / 4)) * 4 + q % 2 * 2;
-  uint32_t word[4];
+  const int items = f.n * 2, lane = static_cast<int>(i % 32);  // of eight of the rank
+  const int output = static_cast<int>(i % items / 32) * 16 + lane / 4;
+  const size_t eight = i / items, group = eight / eights(f.rank);
+  const int j = static_cast<int>(eight % eights(f.rank)) * 8 + lane % 4 * 2;
+  Split parts[2] = {};
 #pragma unroll
-  for (int t = 0; t < 4; ++t) {
+  for (int t = 0; t < 2; ++t) {
+    if (j >= f.rank) break;
     const int row = f.gate_up ? grouped_linear::natural_row(output + 8 * t, f.n) : output + 8 * t;
-    float2 v;
     if (f.transposed) {
       const float* from = f.from + (group * f.rank + j) * f.n + row;
-      v = make_float2(__ldg(from), __ldg(from + f.n));
+      parts[t] = split(make_float2(__ldg(from), __ldg(from + f.n)));
     } else {
-      v = __ldg(reinterpret_cast<const float2*>(f.from + (group * f.n + row) * f.rank + j));
+      parts[t] = split(__ldg(reinterpret_cast<const float2*>(f.from + (group * f.n + row) * f.rank + j)));
     }
-    const Split parts = split(v);
-    word[t] = q < 2 ? parts.high : parts.low;
   }
-  reinterpret_cast<uint4*>(f.packed)[i] = make_uint4(word[0], word[1], word[2], word[3]);
+  reinterpret_cast<uint4*>(f.packed)[i] = make_uint4(parts[0].high, parts[0].low, parts[1].high, parts[1].low);
 }
 
 // A thread an item: those of the factor, then those of the planes.
@@ -49,7 +47,7 @@ __global__ void __launch_bounds__(kThreads)
     row_linear::split_item(planes, i - factor_items);
 }
 
-size_t items(const Factor& f) { return f.packed ? static_cast<size_t>(f.groups) * (f.rank / 4) * f.n : 0; }
+size_t items(const Factor& f) { return f.packed ? static_cast<size_t>(f.groups) * eights(f.rank) * f.n * 2 : 0; }
 
 void check(const Factor& f) {
   require(f.groups > 0 && f.n > 0 && f.n % 32 == 0 && f.rank > 0 && f.rank % 4 == 0 &&
@@ -62,7 +60,7 @@ void check(const Factor& f) {
 }  // namespace
 
 size_t factor_bytes(int groups, int n, int rank) {
-  return static_cast<size_t>(groups) * ((rank + 3) / 4) * n * 4 * sizeof(uint32_t);
+  return static_cast<size_t>(groups) * eights(rank) * n * kFactorWords * sizeof(uint32_t);
 }
 
 void prepare(const Factor& factor, const row_linear::Split& planes, const Addresses& addresses, cudaStream_t stream) {

@@ -1,7 +1,7 @@
-// Low-rank adapters (LoRA), unmerged: y = base + T B^T with T = scale * x A^T. T, B and all sums are FP32; the sum of
-// the base product goes on over the rank, before y is rounded (T and B enter with 16 bits each, see low_rank.cuh). T
-// comes from row_linear::few_outputs; T B^T is added in the epilogues of the base products; this folder has what they
-// share (low_rank.cuh) and the gradients of A and B. Many adapters may share a batch: each row names its own.
+// Low-rank adapters (LoRA), unmerged: y = base + T B^T with T = scale * x A^T. T, B and all sums are FP32; T B^T is
+// added to the sum of the base product before y is rounded (T and B enter with 16 bits each, see low_rank.cuh). T comes
+// from row_linear::few_outputs; T B^T is added in the epilogues of the base products; this folder has what they share
+// (low_rank.cuh) and the gradients of A and B. Many adapters may share a batch: each row names its own.
 //
 // Backward, with U = scale * dy B from few_outputs: dx = dy W + U A (in the epilogue of the input gradient),
 // dA += U^T x, dB += dy^T T.

@@ -1,10 +1,11 @@
 // Adding T B^T to accumulators that lie as the tensor cores leave them: 16 rows x 8 columns of a warp are one
 // mma.sync.m16n8k16, whose accumulators lie as those of wgmma. FP32 factors meet it as pairs of bf16, high + low (16
-// bits): four of the rank make 16 of K,
-//   T: high high low low        B: high low high low      (four numbers each)
-// so every product of parts occurs once. An output's sum depends on its row of T, its row of B and their order alone:
-// wide, narrow and thin kernels agree. Rows of one warp may use different adapters: each adapter that occurs gets a
-// round, and only its own rows keep the result.
+// bits). Eight of the rank are two products of K = 16,
+//   T: high high, then low low        B: high low, both times        (eight numbers each; zeros beyond the rank)
+// so every product of parts occurs once. An eight is a chain of its own, which is then added to the base's sum in FP32,
+// as if it were one more block of K. An output depends on its row of T, its row of B and their order alone: wide,
+// narrow and thin kernels agree. Rows of one warp may use different adapters: each adapter that occurs gets a round,
+// and only its own rows add the result.
 #pragma once
 #include <cuda_bf16.h>
 
@@ -40,110 +41,79 @@ __device__ __forceinline__ Split split(float2 v) {
   return {*reinterpret_cast<const uint32_t*>(&high), *reinterpret_cast<const uint32_t*>(&low)};
 }
 
-// A packed factor: for each four of the rank, [n / 32][lane][4] words. Word `tile` of lane (r, q) belongs to output 32
-// * (n / 32) + 8 tile + r: the high parts (q < 2) or the low parts of numbers 2 (q % 2), + 1 of the four.
-__device__ __forceinline__ size_t factor_word(int output, int q) {
-  return (static_cast<size_t>(output / 32) * 32 + output % 8 * 4 + q) * 4 + output / 8 % 4;
+// A packed factor: for each eight of the rank, [n / 16][lane][4] words. Words 2 t and 2 t + 1 of lane (r, q) are the
+// high and the low parts of numbers 2 q, + 1 of the eight, of output 16 (n / 16) + 8 t + r. This is the first of them.
+__device__ __forceinline__ int factor_word(int output, int q) {
+  return (output / 16 * 32 + output % 8 * 4 + q) * 4 + output / 8 % 2 * 2;
 }
+constexpr int kFactorWords = 8;  // of an output, for eight of the rank
+__host__ __device__ constexpr int eights(int rank) { return (rank + 7) / 8; }
 
 // Outputs of a group from `first` on, a multiple of 32. n: outputs of a group, a multiple of 32.
 struct Outputs {
   int group, n, first;
 };
-// Of the four numbers from j on, at output o.first.
-__device__ __forceinline__ const uint32_t* factor_of(const LowRank& l, int adapter, const Outputs& o, int j) {
-  return l.factor[adapter] + ((static_cast<size_t>(o.group) * (l.rank / 4) + j / 4) * o.n + o.first) * 4;
+// Of the eight numbers from j on, at output o.first; factor: the adapter's.
+__device__ __forceinline__ const uint32_t* factor_of(const uint32_t* factor, int rank, const Outputs& o, int j) {
+  return factor + ((static_cast<size_t>(o.group) * eights(rank) + j / 8) * o.n + o.first) * kFactorWords;
 }
-// This lane's pair of the four numbers from j on.
-__device__ __forceinline__ float2 own_pair(const LowRank& l, int row, int j, int q) {
-  return __ldg(reinterpret_cast<const float2*>(l.t + static_cast<size_t>(row) * l.t_stride + j + q % 2 * 2));
+__device__ __forceinline__ const uint32_t* factor_of(const LowRank& l, int adapter, const Outputs& o, int j) {
+  return factor_of(l.factor[adapter], l.rank, o, j);
+}
+// This lane's pair of the eight numbers from j on.
+__device__ __forceinline__ Split own_pair(const LowRank& l, int row, int j, int q) {
+  if (j + 2 * q >= l.rank) return {0, 0};
+  return split(__ldg(reinterpret_cast<const float2*>(l.t + static_cast<size_t>(row) * l.t_stride + j + 2 * q)));
+}
+// sum += rows r (upper) and r + 8 (lower) times eight outputs with these words.
+__device__ __forceinline__ void multiply_rows(float (&sum)[4], Split upper, Split lower, uint32_t high, uint32_t low) {
+  hopper::multiply_16x8(sum, upper.high, lower.high, upper.high, lower.high, high, low);
+  hopper::multiply_16x8(sum, upper.low, lower.low, upper.low, lower.low, high, low);
 }
 
-// Rows as the 64-row operand: d[s][4 i + 2 h + b] is row[s][h], output 8 i + 2 q + b. Slabs from `slabs` on do not
-// exist.
-template <int kSlabs>
+// Rows as the 64-row operand: d[s][4 i + 2 h + b] is row[s][h], output 8 i + 2 q + b of lane (r, q). Slabs from `slabs`
+// on do not exist; their rows may be read. kOwnChain = false: the base's chains go on over the rank instead, which
+// takes fewer registers: for input gradients, which no other kernel has to agree with.
+template <bool kOwnChain = true, int kSlabs>
 __device__ __forceinline__ void add_to_rows(float (&d)[kSlabs][64], int slabs, const LowRank& l, const Outputs& o,
                                             const int (&row)[kSlabs][2], int lane) {
-  const int q = lane % 4;
   int adapter[2 * kSlabs];
 #pragma unroll
   for (int i = 0; i < 2 * kSlabs; ++i) adapter[i] = i / 2 >= slabs ? -1 : l.adapter ? l.adapter[row[i / 2][i % 2]] : 0;
   for (int now = next_adapter(adapter, -1); now != kNoAdapter; now = next_adapter(adapter, now)) {
-    for (int j = 0; j < l.rank; j += 4) {
+    for (int j = 0; j < l.rank; j += 8) {
       const uint4* factor = reinterpret_cast<const uint4*>(factor_of(l, now, o, j)) + lane;
-      uint4 b[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) b[i] = __ldg(factor + 32 * i);
+      for (int half = 0; half < 2; ++half) {  // 64 outputs
+        uint4 b[4];
 #pragma unroll
-      for (int s = 0; s < kSlabs; ++s) {
-        if (s >= slabs) break;
-        const Split upper = split(own_pair(l, row[s][0], j, q)), lower = split(own_pair(l, row[s][1], j, q));
+        for (int i = 0; i < 4; ++i) b[i] = __ldg(factor + 32 * (4 * half + i));
 #pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          const uint32_t word = i % 4 == 0   ? b[i / 4].x
-                                : i % 4 == 1 ? b[i / 4].y
-                                : i % 4 == 2 ? b[i / 4].z
-                                             : b[i / 4].w;
-          float c[4] = {d[s][4 * i], d[s][4 * i + 1], d[s][4 * i + 2], d[s][4 * i + 3]};
-          hopper::multiply_16x8(c, upper.high, lower.high, upper.low, lower.low, word, word);
+        for (int s = 0; s < kSlabs; ++s) {
+          if (s >= slabs) break;
+          const Split upper = own_pair(l, row[s][0], j, lane % 4), lower = own_pair(l, row[s][1], j, lane % 4);
 #pragma unroll
-          for (int k = 0; k < 4; ++k)
-            if (adapter[2 * s + k / 2] == now) d[s][4 * i + k] = c[k];
+          for (int i = 0; i < 4; ++i) {
+            float* own = &d[s][32 * half + 8 * i];
+            float sum[2][4];
+#pragma unroll
+            for (int k = 0; k < 8; ++k) sum[k / 4][k % 4] = kOwnChain ? 0.0f : own[k];
+            multiply_rows(sum[0], upper, lower, b[i].x, b[i].y), multiply_rows(sum[1], upper, lower, b[i].z, b[i].w);
+#pragma unroll
+            for (int k = 0; k < 8; ++k)
+              if (adapter[2 * s + k / 2 % 2] == now)
+                own[k] = kOwnChain ? own[k] + sum[k / 4][k % 4] : sum[k / 4][k % 4];
+          }
         }
       }
     }
   }
 }
 
-// The same sums where T and the factor were brought into shared memory while the tile's products ran: for one adapter
-// of all rows and up to kStagedRank. Each of the four warps of a warpgroup has a corner: T of its own 32 rows, then a
-// quarter of the factor of 128 outputs.
-constexpr int kStagedRank = 8, kCornerBytes = 32 * kStagedRank * 4 + kStagedRank / 4 * 512;
-__device__ __forceinline__ bool can_stage(const LowRank& l) { return !l.adapter && l.rank <= kStagedRank; }
-struct Staged {
-  uint32_t corners;  // shared-memory address of the first
-  int step;          // bytes from one warp's corner to the next
-  // T of row 16 s + r of a warp's slab s, from number j of the rank on.
-  __device__ __forceinline__ uint32_t t(int warp, int row, int j) const {
-    return corners + warp * step + (row * kStagedRank + j) * 4;
-  }
-  __device__ __forceinline__ uint32_t factor(int quarter, int j, int lane) const {
-    return corners + quarter * step + 32 * kStagedRank * 4 + j * 128 + lane * 16;
-  }
-};
-// A warp's corner. row: of lane 16 s + r, the one that its slab s has in place r.
-__device__ __forceinline__ void stage(const LowRank& l, const Outputs& o, const Staged& staged, int row, int warp,
-                                      int lane) {
-  for (int j = 0; j < l.rank; j += 4) {
-    hopper::copy16(staged.t(warp, lane, j), l.t + static_cast<size_t>(row) * l.t_stride + j, 16);
-    hopper::copy16(staged.factor(warp, j, lane), factor_of(l, 0, o, j) + warp * 128 + lane * 4, 16);
-  }
-  hopper::copy_commit();
-}
-// After all four warps' copies have arrived.
-__device__ __forceinline__ void add_staged(float (&d)[2][64], int slabs, int rank, const Staged& staged, int warp,
-                                           int lane) {
-  for (int j = 0; j < rank; j += 4) {
-    uint4 b[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) b[i] = hopper::load_shared_16(staged.factor(i, j, lane));
-#pragma unroll
-    for (int s = 0; s < 2; ++s) {
-      if (s >= slabs) break;
-      const uint32_t t = staged.t(warp, s * 16 + lane / 4, j + lane % 2 * 2);
-      const Split upper = split(hopper::load_shared_float2(t)),
-                  lower = split(hopper::load_shared_float2(t + 8 * kStagedRank * 4));
-#pragma unroll
-      for (int i = 0; i < 16; ++i) {
-        const uint32_t word = i % 4 == 0 ? b[i / 4].x : i % 4 == 1 ? b[i / 4].y : i % 4 == 2 ? b[i / 4].z : b[i / 4].w;
-        float c[4] = {d[s][4 * i], d[s][4 * i + 1], d[s][4 * i + 2], d[s][4 * i + 3]};
-        hopper::multiply_16x8(c, upper.high, lower.high, upper.low, lower.low, word, word);
-#pragma unroll
-        for (int k = 0; k < 4; ++k) d[s][4 * i + k] = c[k];
-      }
-    }
-  }
-}
+// T and the factor can be brought into shared memory while a tile's products run (staged.cuh): for one adapter of all
+// rows, and up to this rank.
+constexpr int kStagedRank = 8;
+__host__ __device__ inline bool can_stage(const LowRank& l) { return !l.adapter && l.rank <= kStagedRank; }
 
 // Rows as the columns of the product (decoding): d[s][4 j + 2 h + b] is output 64 s + 16 warp + r + 8 h, row first_row
 // + 8 j
@@ -160,23 +130,24 @@ __device__ __forceinline__ void add_to_columns(float (&d)[kSlabs][kTokens / 2], 
     adapter[i] = token >= rows ? -1 : l.adapter ? l.adapter[first_row + token] : 0;
   }
   for (int now = next_adapter(adapter, -1); now != kNoAdapter; now = next_adapter(adapter, now)) {
-    for (int j = 0; j < l.rank; j += 4) {
+    for (int j = 0; j < l.rank; j += 8) {
       const uint32_t* factor = factor_of(l, now, o, j);
-      uint32_t a[kSlabs][2];
+      uint2 a[kSlabs][2];  // high, low
 #pragma unroll
       for (int i = 0; i < 2 * kSlabs; ++i)
-        a[i / 2][i % 2] = __ldg(factor + factor_word(i / 2 * 64 + warp * 16 + i % 2 * 8 + lane / 4, q));
+        a[i / 2][i % 2] = __ldg(
+            reinterpret_cast<const uint2*>(factor + factor_word(i / 2 * 64 + warp * 16 + i % 2 * 8 + lane / 4, q)));
 #pragma unroll
       for (int tokens = 0; tokens < kTokens / 8; ++tokens) {
-        const Split t = split(own_pair(l, first_row + min(tokens * 8 + lane / 4, rows - 1), j, q));
+        const Split t = own_pair(l, first_row + min(tokens * 8 + lane / 4, rows - 1), j, q);
 #pragma unroll
         for (int s = 0; s < kSlabs; ++s) {
-          float* sum = &d[s][4 * tokens];
-          float c[4] = {sum[0], sum[1], sum[2], sum[3]};
-          hopper::multiply_16x8(c, a[s][0], a[s][1], a[s][0], a[s][1], t.high, t.low);
+          float sum[4] = {};
+          hopper::multiply_16x8(sum, a[s][0].x, a[s][1].x, a[s][0].y, a[s][1].y, t.high, t.high);
+          hopper::multiply_16x8(sum, a[s][0].x, a[s][1].x, a[s][0].y, a[s][1].y, t.low, t.low);
 #pragma unroll
           for (int k = 0; k < 4; ++k)
-            if (adapter[2 * tokens + k % 2] == now) sum[k] = c[k];
+            if (adapter[2 * tokens + k % 2] == now) d[s][4 * tokens + k] += sum[k];
         }
       }
     }

@@ -60,10 +60,10 @@ __device__ __forceinline__ float add_low_rank(float sum, const lora::LowRank& l,
   o.first -= inside;
 #pragma unroll 1
   for (int j = 0; j < l.rank; ++j) {
-    const uint32_t* four = lora::factor_of(l, adapter, o, j / 4 * 4);
-    const int pair = j % 4 / 2, shift = j % 2 * 16;  // high parts, two words further the low ones
-    const float high = from_bf16(static_cast<uint16_t>(four[lora::factor_word(inside, pair)] >> shift)),
-                low = from_bf16(static_cast<uint16_t>(four[lora::factor_word(inside, pair + 2)] >> shift));
+    const uint32_t* words = lora::factor_of(l, adapter, o, j) + lora::factor_word(inside, j % 8 / 2);
+    const int shift = j % 2 * 16;
+    const float high = from_bf16(static_cast<uint16_t>(words[0] >> shift)),
+                low = from_bf16(static_cast<uint16_t>(words[1] >> shift));
     sum = fmaf(l.t[static_cast<size_t>(row) * l.t_stride + j], high + low, sum);
   }
   return sum;

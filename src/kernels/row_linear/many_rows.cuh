@@ -17,26 +17,33 @@ constexpr int kManyRows = 4096;  // from here on there are enough clusters
 
 template <int kTiles>
 struct ManyRows {
-  static constexpr int kWarps = 4, kRound = 32 * kWarps;                 // rows of all warps together
-  static constexpr int kSteps = kTiles == 1 ? 16 : kTiles == 2 ? 8 : 4;  // of 32, whose weights are in memory at once
-  static constexpr int kStages = 2;                                      // three blocks a multiprocessor
+  // Many outputs: reading weights would cost as much as reading x. So a multiprocessor has one block, whose warps have
+  // one set of rows each and keep their sums in registers; its memory has room for all weights of 4,096 / kParts of K.
+  static constexpr bool kOneSet = kTiles > 2;
+  static constexpr int kWarps = kOneSet ? 16 : 4, kRound = 32 * kWarps;  // rows of all warps together
+  static constexpr int kSteps = kTiles == 2 ? 8 : 16;                    // of 32, whose weights are in memory at once
+  static constexpr int kStages = 2, kBlocks = kOneSet ? 1 : 3;           // of a ring; of a multiprocessor
   static constexpr int kStageBytes = 32 * 128, kStepBytes = kTiles * kPlanes * 512, kWidth = kTiles * 8;
   static constexpr int kRingBytes = kWarps * kStages * kStageBytes, kWeightBytes = kSteps * kStepBytes;
+  static constexpr int kSumsAt = kOneSet ? 0 : kRingBytes + kWeightBytes;  // over the rings, when these are done
   static constexpr int bytes(int rows) {
-    return kRingBytes + kWeightBytes + rows * kWidth * static_cast<int>(sizeof(float));
+    return kRingBytes + kWeightBytes + (kOneSet ? 0 : rows * kWidth * static_cast<int>(sizeof(float)));
   }
 };
 
 // Weights of steps first .. first + count, in the order in which lanes use them.
 template <int kTiles>
-__device__ __forceinline__ void copy_weights(const uint16_t* w, int k, int first, int count, uint32_t to) {
-  const size_t plane = static_cast<size_t>(8 * kTiles) * k;
-  for (int i = threadIdx.x; i < count * kTiles * kPlanes * 32; i += blockDim.x) {
-    const int lane = i % 32, p = i / 32 % kPlanes, tile = i / (32 * kPlanes) % kTiles,
-              step = i / (32 * kPlanes * kTiles);
-    hopper::copy16(to + i * 16,
-                   w + p * plane + (tile * 8 + lane / 4) * static_cast<size_t>(k) + (first + step) * 32 + lane % 4 * 8,
-                   16);
+__device__ __forceinline__ void copy_weights(const Problem& p, int group, int adapter, int first, int count,
+                                             uint32_t to) {
+#pragma unroll
+  for (int t = 0; t < kTiles; ++t) {
+    const OutputTile& tile = p.tile[t];
+    const uint16_t* w = weights_of(tile, group, adapter) + first * 32;
+    for (int i = threadIdx.x; i < count * kPlanes * 32; i += blockDim.x) {
+      const int lane = i % 32, plane = i / 32 % kPlanes, step = i / (32 * kPlanes);
+      hopper::copy16(to + step * ManyRows<kTiles>::kStepBytes + ((t * kPlanes + plane) * 32 + lane) * 16,
+                     w + plane * tile.plane + lane / 4 * static_cast<size_t>(p.k) + step * 32 + lane % 4 * 8, 16);
+    }
   }
   hopper::copy_commit();
 }
@@ -62,7 +69,7 @@ __device__ __forceinline__ void copy_tile(const uint16_t* from, int k, int left,
 // d += a tile's `steps` steps of 32 (one or two), each as few_outputs_kernel walks it.
 template <int kTiles>
 __device__ __forceinline__ void multiply_tile(uint32_t tile, uint32_t weights, int steps, int lane,
-                                              float (&d)[2][kTiles][4]) {
+                                              float (&d)[kTiles][2][4]) {
   const int r = lane / 4, q = lane % 4;
 #pragma unroll
   for (int s = 0; s < 2; ++s) {
@@ -72,19 +79,18 @@ __device__ __forceinline__ void multiply_tile(uint32_t tile, uint32_t weights, i
     for (int i = 0; i < 4; ++i) a[i] = hopper::load_shared_16(place_in_tile(tile, r + 8 * i, 4 * s + q));
     const uint32_t of_step = weights + s * ManyRows<kTiles>::kStepBytes + lane * 16;
 #pragma unroll
-    for (int t = 0; t < kTiles; ++t) {
-      uint4 w[kPlanes];
+    for (int i = kPlanes - 1; i >= 0; --i) {
+      uint4 w[kTiles];
 #pragma unroll
-      for (int i = 0; i < kPlanes; ++i) w[i] = hopper::load_shared_16(of_step + (t * kPlanes + i) * 512);
-#pragma unroll
-      for (int i = kPlanes - 1; i >= 0; --i) multiply_step(d, t, a, w[i]);
+      for (int t = 0; t < kTiles; ++t) w[t] = hopper::load_shared_16(of_step + (t * kPlanes + i) * 512);
+      multiply_step(d, a, w);
     }
   }
 }
 
 // Grid: (blocks of rows * parts, adapters).
 template <int kTiles>
-__global__ void PLUMB_CLUSTER(kParts) __launch_bounds__(ManyRows<kTiles>::kRound, 3)
+__global__ void PLUMB_CLUSTER(kParts) __launch_bounds__(ManyRows<kTiles>::kRound, ManyRows<kTiles>::kBlocks)
     many_rows_kernel(const Problem p, int block_rows) {
   if constexpr (!hopper::kHasCode) return __trap();
   using S = ManyRows<kTiles>;
@@ -95,17 +101,18 @@ __global__ void PLUMB_CLUSTER(kParts) __launch_bounds__(ManyRows<kTiles>::kRound
   if (mine.count <= 0 || !uses_adapter(p, mine, adapter, lane)) return;  // so do the others of the cluster
   const uint32_t ring = hopper::shared_address(shared) + warp * S::kStages * S::kStageBytes;
   const uint32_t weights = hopper::shared_address(shared) + S::kRingBytes;
-  float* sums = reinterpret_cast<float*>(shared + S::kRingBytes + S::kWeightBytes);  // [block_rows][kWidth]
-  for (int i = threadIdx.x; i < block_rows * S::kWidth; i += S::kRound) sums[i] = 0;
+  float* sums = reinterpret_cast<float*>(shared + S::kSumsAt);  // [block_rows][kWidth]
+  if (!S::kOneSet)
+    for (int i = threadIdx.x; i < block_rows * S::kWidth; i += S::kRound) sums[i] = 0;
+  float d[kTiles][2][4] = {};
 
   // Rows 32 warp .. of every round are a set of this warp.
   const int sets = mine.count > warp * 32 ? (mine.count - warp * 32 + S::kRound - 1) / S::kRound : 0;
   const int steps = p.k / 32, each = (steps + kParts - 1) / kParts, end = min((part + 1) * each, steps);
-  const uint16_t* w = weights_of(p, mine, adapter);
   for (int first = part * each; first < end; first += S::kSteps) {
     const int count = min(S::kSteps, end - first), pairs = (count + 1) / 2;
     __syncthreads();  // everyone has used the weights before
-    copy_weights<kTiles>(w, p.k, first, count, weights);
+    copy_weights<kTiles>(p, mine.group, adapter, first, count, weights);
 
     int load_set = 0, load_pair = 0, load_stage = 0, source = 0;
     const auto load = [&] {
@@ -127,12 +134,11 @@ __global__ void PLUMB_CLUSTER(kParts) __launch_bounds__(ManyRows<kTiles>::kRound
 
     int stage = 0;
     for (int set = 0; set < sets; ++set) {
-      float d[2][kTiles][4];
-      float* own = sums + ((set * S::kWarps + warp) * 32 + r) * S::kWidth + 2 * q;  // chains go on from chunk to chunk
+      float* own = sums + ((set * S::kWarps + warp) * 32 + r) * S::kWidth + 2 * q;
+      if (!S::kOneSet)  // chains go on from chunk to chunk
 #pragma unroll
-      for (int i = 0; i < 8 * kTiles; ++i)
-        d[i / (4 * kTiles)][i / 4 % kTiles][i % 4] =
-            own[(i / (4 * kTiles) * 16 + i / 2 % 2 * 8) * S::kWidth + i / 4 % kTiles * 8 + i % 2];
+        for (int i = 0; i < 8 * kTiles; ++i)
+          d[i / 8][i / 4 % 2][i % 4] = own[i / 2 % 4 * 8 * S::kWidth + i / 8 * 8 + i % 2];
       for (int pair = 0; pair < pairs; ++pair) {
         hopper::copy_wait<S::kStages - 2>();
         __syncwarp();  // the tile has arrived for all lanes, and all have read the one before
@@ -141,19 +147,27 @@ __global__ void PLUMB_CLUSTER(kParts) __launch_bounds__(ManyRows<kTiles>::kRound
                               d);
         stage = stage + 1 == S::kStages ? 0 : stage + 1;
       }
+      if (!S::kOneSet)
 #pragma unroll
-      for (int i = 0; i < 8 * kTiles; ++i)
-        own[(i / (4 * kTiles) * 16 + i / 2 % 2 * 8) * S::kWidth + i / 4 % kTiles * 8 + i % 2] =
-            d[i / (4 * kTiles)][i / 4 % kTiles][i % 4];
+        for (int i = 0; i < 8 * kTiles; ++i)
+          own[i / 2 % 4 * 8 * S::kWidth + i / 8 * 8 + i % 2] = d[i / 8][i / 4 % 2][i % 4];
     }
     hopper::copy_wait<0>();
+  }
+  if (S::kOneSet) {
+    __syncthreads();  // everyone has used its ring
+#pragma unroll
+    for (int i = 0; i < 8 * kTiles; ++i)
+      sums[(warp * 32 + r + i / 2 % 4 * 8) * S::kWidth + i / 8 * 8 + 2 * q + i % 2] = d[i / 8][i / 4 % 2][i % 4];
   }
 
   hopper::cluster_sync();
   const int own_rows = block_rows / kParts;
-  for (int i = threadIdx.x; i < own_rows * p.n; i += S::kRound) {
-    const int row = part * own_rows + i / p.n, column = i % p.n;
-    if (row >= mine.count || (p.adapters.of_row && p.adapters.of_row[mine.first + row] != adapter)) continue;
+  for (int i = threadIdx.x; i < own_rows * S::kWidth; i += S::kRound) {
+    const int row = part * own_rows + i / S::kWidth, column = i % S::kWidth;
+    const OutputTile& tile = p.tile[column / 8];
+    if (row >= mine.count || column % 8 >= tile.columns || (p.adapter && p.adapter[mine.first + row] != adapter))
+      continue;
     const uint32_t at = hopper::shared_address(sums + row * S::kWidth + column);
     float of_part[kParts];
 #pragma unroll
@@ -161,7 +175,7 @@ __global__ void PLUMB_CLUSTER(kParts) __launch_bounds__(ManyRows<kTiles>::kRound
     float total = of_part[0];
 #pragma unroll
     for (int other = 1; other < kParts; ++other) total = __fadd_rn(total, of_part[other]);
-    p.out[static_cast<size_t>(mine.first + row) * p.n + column] = total;
+    tile.out[static_cast<size_t>(mine.first + row) * tile.stride + column % 8] = total;
   }
   hopper::cluster_sync();  // nobody leaves while others read its sums
 }
@@ -170,10 +184,10 @@ template <int kTiles>
 void launch_many_rows(const Problem& p, cudaStream_t stream) {
   using S = ManyRows<kTiles>;
   // Experts have a few hundred rows, which one cluster takes if it can; other rows are spread over all clusters.
-  const int block_rows = S::kRound * std::max((p.first_row ? 4 : 3) / kTiles, 1);
-  const int blocks = (p.rows + block_rows - 1) / block_rows + (p.first_row ? p.groups : 0);
-  launch_with_shared(many_rows_kernel<kTiles>, dim3(blocks * kParts, p.adapters.of_row ? p.adapters.count : 1),
-                     S::kRound, S::bytes(block_rows), stream, p, block_rows);
+  const int block_rows = S::kRound * (S::kOneSet ? 1 : std::max((p.first_row ? 4 : 3) / kTiles, 1));
+  const int blocks = row_blocks(p, block_rows);
+  launch_with_shared(many_rows_kernel<kTiles>, dim3(blocks * kParts, p.adapter ? p.adapters : 1), S::kRound,
+                     S::bytes(block_rows), stream, p, block_rows);
 }
 
 }  // namespace plumb::kernels::row_linear

@@ -229,36 +229,34 @@ struct AddLowRank {
     if (own_factor) return {0, s.columns, place.first_column()};
     return {0, group_columns, place.first_column() - group(place) * group_columns};
   }
-  // A warp's corner: for each four of the rank the factor of 64 outputs, its share of the tile; T of its own 16 rows.
-  static constexpr int kShareBytes = 64 * 16, kRankBytes = lora::kStagedRank * 4;
+  // A warp's corner: the factor of 64 outputs, its share of the tile; T of its own 16 rows, zeros beyond the rank.
+  static constexpr int kRankBytes = lora::kStagedRank * 4;
+  static_assert(64 * lora::kFactorWords * 4 <= wide_product::kRowStagingBytes);
   __device__ __forceinline__ void begin(const wide_product::Shape& s, const wide_product::Place& place) const {
     if (!lora::can_stage(low_rank)) return;
     const int lane = place.lane, row = min(place.first_row() + lane % 16, s.rows - 1);
+    const uint32_t* from =
+        lora::factor_of(low_rank, 0, outputs(s, place), 0) + place.warp * 64 * lora::kFactorWords + lane * 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) copy16(place.staging() + i * 512 + lane * 16, from + i * 128, 16);
     const float* t = low_rank.t + static_cast<size_t>(row) * low_rank.t_stride + group(place) * low_rank.rank;
-    for (int j = 0; j < low_rank.rank; j += 4) {
-      const uint32_t* from = lora::factor_of(low_rank, 0, outputs(s, place), j) + (place.warp * 64 + lane) * 4;
-      const uint32_t to = place.staging() + j / 4 * kShareBytes + lane * 16;
-      copy16(to, from, 16), copy16(to + 512, from + 128, 16);
-      if (lane < 16) copy16(place.staging() + wide_product::kRowStagingBytes + lane * kRankBytes + j * 4, t + j, 16);
-    }
+    const int j = lane / 16 * 4;
+    copy16(place.staging() + wide_product::kRowStagingBytes + lane % 16 * kRankBytes + j * 4,
+           t + min(j, low_rank.rank - 4), j < low_rank.rank ? 16 : 0);
     copy_commit();
   }
   __device__ __forceinline__ void add_staged(float (&d)[128], const wide_product::Place& place) const {
     const int lane = place.lane;
-    for (int j = 0; j < low_rank.rank; j += 4) {
-      const uint32_t t =
-          place.staging() + wide_product::kRowStagingBytes + lane / 4 * kRankBytes + (j + lane % 2 * 2) * 4;
-      const lora::Split upper = lora::split(load_shared_float2(t)),
-                        lower = lora::split(load_shared_float2(t + 8 * kRankBytes));
+    const uint32_t t = place.staging() + wide_product::kRowStagingBytes + lane / 4 * kRankBytes + lane % 4 * 8;
+    const lora::Split upper = lora::split(load_shared_float2(t)),
+                      lower = lora::split(load_shared_float2(t + 8 * kRankBytes));
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {  // 32 columns
-        const uint4 v = load_shared_16(place.staging(i / 2) + j / 4 * kShareBytes + i % 2 * 512 + lane * 16);
-        const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+    for (int i = 0; i < 16; ++i) {  // 16 columns
+      const uint4 v = load_shared_16(place.staging(i / 4) + i % 4 * 512 + lane * 16);
+      float sum[2][4] = {};
+      lora::multiply_rows(sum[0], upper, lower, v.x, v.y), lora::multiply_rows(sum[1], upper, lower, v.z, v.w);
 #pragma unroll
-        for (int k = 0; k < 4; ++k)
-          multiply_16x8(*reinterpret_cast<float(*)[4]>(&d[16 * i + 4 * k]), upper.high, lower.high, upper.low,
-                        lower.low, words[k], words[k]);
-      }
+      for (int k = 0; k < 8; ++k) d[8 * i + k] += sum[k / 4][k % 4];
     }
   }
   __device__ __forceinline__ void operator()(float (&d)[128], const wide_product::Shape& s,

@@ -11,6 +11,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 #include "kernels/lora/lora.h"
 
@@ -98,5 +99,17 @@ struct Adapters {
 // group. Rows beyond first_row[groups] are not written.
 void few_outputs(const uint16_t* x, const int* source_row, const int* first_row, int rows, const SplitWeight& weight,
                  float* out, cudaStream_t stream, const Adapters& adapters = {});
+
+// The same for several products that read the same rows: one launch for up to kMostFewOutputs outputs together (the n
+// of each rounded up to eight). An output has the bits that it has alone.
+struct Down {
+  const uint16_t* planes;             // as SplitWeight::planes
+  const uint16_t* const* of_adapter;  // as Adapters::planes, where rows name their adapters
+  int n;
+  float* out;  // FP32 [rows, n]
+};
+void few_outputs(const uint16_t* x, const int* source_row, const int* first_row, int rows, int groups, int k,
+                 const std::vector<Down>& downs, cudaStream_t stream, const int* adapter_of_row = nullptr,
+                 int adapters = 0);
 
 }  // namespace plumb::kernels::row_linear

@@ -41,6 +41,7 @@ PlanTensors plan_tensors(const SequencePlan& plan, const RotaryFrequencies& freq
 // linear.cpp
 Tensor linear(const Tensor& x, const Linear& w, const LoraList& lora, const LinearPoints& points,
               Tensor* low_rank = nullptr);
+void low_rank_together(const Tensor& x, const std::vector<WayDown>& downs);
 Tensor linear_backward(const Tensor& dy, const Tensor& x, const Linear& w, const LoraList& lora,
                        const LinearPoints& points, const std::vector<LoraGrad>& lora_grads, const Tensor& dw,
                        const Tensor& low_rank);

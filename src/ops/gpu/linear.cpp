@@ -52,7 +52,9 @@ Tensor plain_product(const Tensor& x, const rl::Weight& w, const LowRankTerm& lo
 Tensor linear(const Tensor& x, const Linear& w, const LoraList& lora, const LinearPoints& points, Tensor* low_rank) {
   const int64_t rows = x.size(0);
   const Groups all = one_group(rows);
-  const LowRankTerm term = low_rank_forward(lora_set(lora, rows), {x, {}, all, rows});
+  const LoraSet set = lora_set(lora, rows);
+  const LowRankTerm term =
+      low_rank && low_rank->defined() ? low_rank_forward(set, *low_rank) : low_rank_forward(set, {x, {}, all, rows});
   if (low_rank) *low_rank = term.t;
   if (!is_packed(w)) {
     require_kind({points.numerics, points.act}, PointKind::keep, "linear");
@@ -64,6 +66,24 @@ Tensor linear(const Tensor& x, const Linear& w, const LoraList& lora, const Line
   Tensor y = empty({rows, w.out}, DType::bf16);
   gl::linear(packed(w, 1), q.activations(), work_list(all, rows, w.out).plan, bf16(y), kStream, term.low_rank);
   return y;
+}
+
+void low_rank_together(const Tensor& x, const std::vector<WayDown>& downs) {
+  const int64_t rows = x.size(0);
+  const Groups all = one_group(rows);
+  std::vector<LoraSet> sets;
+  std::vector<Tensor*> to;
+  const LoraList* first = nullptr;
+  for (const WayDown& d : downs) {
+    if (d.lora.empty()) continue;
+    const auto same_rows = [](const LoraRows& a, const LoraRows& b) { return a.rows == b.rows; };
+    if (!first) first = &d.lora;
+    if (!std::equal(first->begin(), first->end(), d.lora.begin(), d.lora.end(), same_rows)) continue;  // on its own
+    sets.push_back(lora_set(d.lora, rows)), to.push_back(d.low_rank);
+  }
+  if (sets.size() < 2) return;
+  const std::vector<Tensor> t = low_rank_rows(sets, {x, {}, all, rows});
+  for (size_t i = 0; i < t.size(); ++i) *to[i] = t[i];
 }
 
 Tensor linear_backward(const Tensor& dy, const Tensor& x, const Linear& w, const LoraList& lora, const LinearPoints&,

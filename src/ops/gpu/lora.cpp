@@ -39,7 +39,7 @@ struct Forms {
 struct Wanted {
   bool forward;
   int groups, parts = 1;
-  bool factors = true;
+  bool factors = true, planes = true;
 };
 
 // Both of one item in one launch, which also writes their addresses (device words, or null).
@@ -49,8 +49,10 @@ void make_forms(const LoraSet& set, const LoraSet::Item& item, const Wanted& w, 
   // U = dy B contracts over B's outputs: B [out, r] is the transposed weight of that product.
   rl::Split p{f32(down), w.groups * w.parts, set.rank, w.forward ? set.in : set.out / w.parts, item.scale, {}, nullptr};
   p.source = {!w.forward, !w.forward && set.gate_up};
-  planes = workspace(rl::split_bytes(p.groups, p.n, p.k));
-  p.to = reinterpret_cast<uint16_t*>(planes.raw());
+  if (w.planes) {
+    planes = workspace(rl::split_bytes(p.groups, p.n, p.k));
+    p.to = reinterpret_cast<uint16_t*>(planes.raw());
+  }
   lo::Factor f{f32(up), w.groups, w.forward ? set.out : set.in, set.rank, !w.forward, w.forward && set.gate_up,
                nullptr};
   if (w.factors) {
@@ -93,17 +95,18 @@ Forms forms_of(const LoraSet& set, const Wanted& wanted) {
   return forms;
 }
 
-// x A^T.
-Tensor go_down(const LoraSet& set, const LoraRowsIn& x, const Forms& forms) {
-  Tensor t = empty({x.rows, set.rank}, DType::f32);
-  const rl::SplitWeight weight{reinterpret_cast<const uint16_t*>(forms.planes[0].raw()), x.groups.count, set.rank,
-                               set.in};
-  rl::Adapters adapters;
-  if (set.of_row.defined())
-    adapters = {reinterpret_cast<const uint16_t* const*>(forms.planes_table.raw()), i32(set.of_row),
-                static_cast<int>(forms.planes.size())};
+// x A^T of each set; forms: its own. All have the same rows for their items.
+std::vector<Tensor> go_down(const std::vector<LoraSet>& sets, const LoraRowsIn& x, const std::vector<Forms>& forms) {
+  std::vector<Tensor> t;
+  std::vector<rl::Down> downs;
+  for (size_t i = 0; i < sets.size(); ++i) {
+    t.push_back(empty({x.rows, sets[i].rank}, DType::f32));
+    downs.push_back({reinterpret_cast<const uint16_t*>(forms[i].planes[0].raw()),
+                     reinterpret_cast<const uint16_t* const*>(forms[i].planes_table.raw()), sets[i].rank, f32(t[i])});
+  }
   rl::few_outputs(bf16(x.x), i32(x.source_row), x.groups.count > 1 ? i32(x.groups.first_row) : nullptr,
-                  static_cast<int>(x.rows), weight, f32(t), kStream, adapters);
+                  static_cast<int>(x.rows), x.groups.count, sets[0].in, downs, kStream, i32(sets[0].of_row),
+                  static_cast<int>(sets[0].items.size()));
   return t;
 }
 
@@ -181,13 +184,20 @@ LowRankTerm low_rank_forward(const LoraSet& set, const LoraRowsIn& x) { return l
 
 LowRankTerm low_rank_forward(const LoraSet& set, const LoraSet& of_parts, const LoraRowsIn& x, int parts) {
   if (set.empty()) return {};
-  Forms forms = forms_of(of_parts, {true, x.groups.count});
-  Tensor t = go_down(of_parts, x, forms);
-  return term_of(set, std::move(t), parts * set.rank, std::move(forms));
+  const std::vector<Forms> forms{forms_of(of_parts, {true, x.groups.count})};
+  return term_of(set, go_down({of_parts}, x, forms)[0], parts * set.rank, forms[0]);
 }
 
-Tensor low_rank_rows(const LoraSet& set, const LoraRowsIn& x) {
-  return go_down(set, x, forms_of(set, {true, x.groups.count, 1, false}));
+LowRankTerm low_rank_forward(const LoraSet& set, const Tensor& t) {
+  return term_of(set, t, set.rank, forms_of(set, {true, 1, 1, true, false}));
+}
+
+Tensor low_rank_rows(const LoraSet& set, const LoraRowsIn& x) { return low_rank_rows(std::vector{set}, x)[0]; }
+
+std::vector<Tensor> low_rank_rows(const std::vector<LoraSet>& sets, const LoraRowsIn& x) {
+  std::vector<Forms> forms;
+  for (const LoraSet& set : sets) forms.push_back(forms_of(set, {true, x.groups.count, 1, false}));
+  return go_down(sets, x, forms);
 }
 
 LowRankTerm low_rank_backward(const LoraSet& set, const LoraRowsIn& dy, const Tensor& t,

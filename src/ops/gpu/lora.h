@@ -53,8 +53,11 @@ LowRankTerm low_rank_forward(const LoraSet& set, const LoraRowsIn& x);
 // The same where a row of the product is `parts` rows of x, which meet one A and lie beside each other in T (wo_a's
 // groups). of_parts: the set for the rows of x.
 LowRankTerm low_rank_forward(const LoraSet& set, const LoraSet& of_parts, const LoraRowsIn& x, int parts);
-// T alone.
+// The same from T.
+LowRankTerm low_rank_forward(const LoraSet& set, const Tensor& t);
+// T alone; of several sets with the same rows for their items, in one pass over x.
 Tensor low_rank_rows(const LoraSet& set, const LoraRowsIn& x);
+std::vector<Tensor> low_rank_rows(const std::vector<LoraSet>& sets, const LoraRowsIn& x);
 // U = scale * dy B and the factor A, for dx += U A; on the same way over dy, grads[i].b += the gradient of item i's B,
 // from T. Tensors of grads: stacked as the pairs are; undefined: not wanted, and if none is, T may be undefined. parts:
 // of the columns of dy, which meet as many parts of T's rows and of B's outputs (wo_a's groups).
