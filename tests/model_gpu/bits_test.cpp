@@ -86,18 +86,25 @@ TEST(ModelGpu, LinearAddsTheAdapterOfEachRow) {
   }
 }
 
-TEST(ModelGpu, EachRowUsesItsOwnAdapter) {
+// The smaller rank is filled up to the larger one.
+void check_own_adapters(int first_rank, int second_rank) {
   const std::vector<int> a = tokens(30, 16), b = tokens(20, 17), d = tokens(9, 18);
-  const auto first = flash_adapter(flash_config(), 4, 19), second = flash_adapter(flash_config(), 8, 20);
+  const auto first = flash_adapter(flash_config(), first_rank, 19),
+             second = flash_adapter(flash_config(), second_rank, 20);
   AdapterBatch mixed;
   mixed.parts.push_back({first, {}, false, nullptr});
   mixed.parts.push_back({second, {}, false, nullptr});
   for (int r = 0; r < 30; ++r) mixed.parts[0].rows.push_back(r);
   for (int r = 30; r < 50; ++r) mixed.parts[1].rows.push_back(r);
   const Tensor all = to_host(documents({a, b, d}).hidden_of(*models().gpu, &mixed));
-  const AdapterBatch only_second = one_adapter(second);
+  const AdapterBatch only_first = one_adapter(first), only_second = one_adapter(second);
+  EXPECT_TRUE(same_bits(all.rows(0, 30), documents({a}).hidden_of(*models().gpu, &only_first)));
   EXPECT_TRUE(same_bits(all.rows(30, 50), documents({b}).hidden_of(*models().gpu, &only_second)));
   EXPECT_TRUE(same_bits(all.rows(50, 59), documents({d}).hidden_of(*models().gpu)));
+}
+TEST(ModelGpu, EachRowUsesItsOwnAdapter) {
+  check_own_adapters(4, 8);
+  check_own_adapters(12, 8);
 }
 
 // What is kept of a snapshot has the bits of what is made anew in each pass of an adapter in training.

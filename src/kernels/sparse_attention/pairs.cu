@@ -85,18 +85,6 @@ __device__ __forceinline__ uint32_t uniform_address(const void* shared) {
   return static_cast<uint32_t>(uniform(shared_address(shared)));
 }
 
-// send_float for 16 bytes.
-__device__ __forceinline__ void send_16(uint32_t address, uint32_t rank, uint4 v, uint32_t barrier) {
-  asm volatile(
-      "{ .reg .b32 there, signal;\n"
-      "mapa.shared::cluster.u32 there, %0, %1;\n"
-      "mapa.shared::cluster.u32 signal, %6, %1;\n"
-      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {%2, %3, %4, %5}, [signal]; }" ::"r"(
-          address),
-      "r"(rank), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(barrier)
-      : "memory");
-}
-
 // ---- warpgroups 3 and 4 ----
 // Eight rows of a unit by one warp, two with one instruction. Lanes first_lane to first_lane + 7 have the entries.
 __device__ __forceinline__ void gather_unit(uint8_t* unit, int first_row, const uint8_t* kv, int entries,

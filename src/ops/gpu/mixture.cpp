@@ -118,7 +118,11 @@ LoraSet routed_set(const std::vector<ExpertLoraRows>& lora, std::vector<LoraPair
   return set;
 }
 
-// Adapters of the shared expert: gate and up, which have an A each, become one of the sum of the ranks with zeros in B.
+// Products take eight of the rank at a time (kernels/lora/low_rank.cuh). Each half of a joined pair begins a new eight,
+// or a result would depend on the rank to which a batch of several adapters fills them up.
+int64_t joined_half(int64_t rank) { return (rank + 7) / 8 * 8; }
+
+// Adapters of the shared expert: gate and up, which have an A each, become one of both ranks with zeros in B.
 LoraSet shared_gate_up(const SharedLora& lora, int64_t rows) {
   const LoraList& some = lora.gate.empty() ? lora.up : lora.gate;
   if (some.empty()) return {};
@@ -126,8 +130,8 @@ LoraSet shared_gate_up(const SharedLora& lora, int64_t rows) {
     fail("adapters", "some adapt gate_proj or up_proj of the shared expert, others both",
          "give all adapters of a batch the same targets");
   LoraSet set = lora_set(some, rows, true);
-  const int64_t r = set.rank, f = set.out;
-  set.rank *= 2, set.out *= 2;
+  const int64_t r = set.rank, h = joined_half(r), f = set.out;
+  set.rank = static_cast<int>(2 * h), set.out *= 2;
   if (set.rank > kernels::row_linear::kMostFewOutputs)
     fail("adapters", "rank " + std::to_string(r) + " on the shared expert's gate and up",
          "the GPU kernels take ranks up to " + std::to_string(kernels::row_linear::kMostFewOutputs / 2) + " there");
@@ -138,15 +142,15 @@ LoraSet shared_gate_up(const SharedLora& lora, int64_t rows) {
       item.a = prepared->joined_a, item.b = prepared->joined_b;
       continue;
     }
-    item.a = zeros({2 * r, set.in}, DType::f32), item.b = zeros({2 * f, 2 * r}, DType::f32);
+    item.a = zeros({2 * h, set.in}, DType::f32), item.b = zeros({2 * f, 2 * h}, DType::f32);
     for (int half = 0; half < 2; ++half) {
       const LoraList& list = half ? lora.up : lora.gate;
       if (list.empty()) continue;
       const LoraPair& pair = *list[i].pair;
-      copy_bytes(item.a.rows(half * r, (half + 1) * r), pair.a);
+      copy_bytes(item.a.rows(half * h, half * h + r), pair.a);
       kernels::glue::place_columns(f32(pair.b), static_cast<int>(f), static_cast<int>(r),
-                                   f32(item.b.rows(half * f, (half + 1) * f)), static_cast<int>(2 * r),
-                                   static_cast<int>(half * r), kStream);
+                                   f32(item.b.rows(half * f, (half + 1) * f)), static_cast<int>(2 * h),
+                                   static_cast<int>(half * h), kStream);
     }
     if (prepared) prepared->joined_a = item.a, prepared->joined_b = item.b;
   }
@@ -271,16 +275,16 @@ struct SharedGradients {
   }
   const std::vector<LoraGrad>& both() const { return both_; }
   void finish() const {
-    const int64_t r = set_.rank / 2, f = set_.out / 2;
+    const int64_t h = set_.rank / 2, f = set_.out / 2;
     for (size_t i = 0; i < both_.size(); ++i)
       for (int half = 0; half < 2; ++half) {
         const std::vector<LoraGrad>& list = half ? wanted_.up : wanted_.gate;
         if (list.empty()) continue;
-        if (list[i].a.defined()) add(std::vector{both_[i].a.rows(half * r, (half + 1) * r)}, list[i].a);
+        if (list[i].a.defined()) add(std::vector{both_[i].a.rows(half * h, half * h + list[i].a.size(0))}, list[i].a);
         if (list[i].b.defined())
           kernels::glue::add_columns(f32(both_[i].b.rows(half * f, (half + 1) * f)), static_cast<int>(f),
-                                     static_cast<int>(2 * r), static_cast<int>(half * r), f32(list[i].b),
-                                     static_cast<int>(r), kStream);
+                                     static_cast<int>(2 * h), static_cast<int>(half * h), f32(list[i].b),
+                                     static_cast<int>(list[i].b.size(1)), kStream);
       }
   }
 
